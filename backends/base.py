@@ -1,0 +1,102 @@
+"""The waist: token ids of several sequences go in, logits come out. Everything above speaks only this."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one forward step; a prefill chunk, a decode step and a speculative check are all this.
+
+    Tokens of one sequence stand in the order of their positions, and their first position is the
+    sequence's present length.
+
+    tokens:     int32 (n,), vocabulary ids
+    sequences:  int32 (n,), which sequence each token belongs to
+    positions:  int32 (n,), 0-based place in its sequence
+    wanted:     bool (n,), whether the logits after this token are returned
+    """
+
+    tokens: NDArray[np.int32]
+    sequences: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    wanted: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], position: int, sequence: int = 0, wanted: str = "last") -> Batch:
+        """A run of tokens of one sequence that starts at `position`; wanted is "last", "all" or "none"."""
+        n = len(tokens)
+        mask = np.full(n, wanted == "all")
+        if wanted == "last" and n:
+            mask[-1] = True
+        return cls(
+            np.asarray(tokens, np.int32),
+            np.full(n, sequence, np.int32),
+            np.arange(position, position + n, dtype=np.int32),
+            mask,
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which backend runs the model and why."""
+
+    requested: str
+    backend: str
+    device: str
+    reason: str
+    details: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.backend} on {self.device}: {self.reason}"
+
+
+class Backend(ABC):
+    """A loaded model. One thread at a time may call its methods; the caller serialises."""
+
+    n_vocab: int
+    n_ctx: int  # positions that one sequence may have
+    n_batch: int  # most tokens that one forward takes
+    n_seq_max: int
+    capabilities: frozenset[str]
+    verdict: Verdict
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> NDArray[np.float32]:
+        """Runs one step: float32 (number of wanted tokens, n_vocab), valid until the next call.
+
+        Raises: ValueError for ids, positions or sequences out of range; DoesNotFitError when the cache is full.
+        """
+
+    @abstractmethod
+    def length(self, sequence: int) -> int:
+        """How many positions of the sequence are cached."""
+
+    @abstractmethod
+    def fork(self, source: int, target: int, length: int) -> None:
+        """Makes the (empty) target sequence share the first `length` positions of the source."""
+
+    @abstractmethod
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forgets all positions from `length` on."""
+
+    def free(self, sequence: int) -> None:
+        """Forgets the sequence."""
+        self.truncate(sequence, 0)
+
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Bytes held, by purpose: weights, kv (reserved for present tokens), buffers."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back threads and memory; further calls raise ValueError."""

@@ -1,0 +1,1 @@
+"""Low-bit language models on the machine in front of you."""

@@ -1,0 +1,42 @@
+"""What edgert raises when the input or the machine is at fault. This module imports nothing."""
+
+
+class EdgertError(Exception):
+    """Base of every error that edgert raises on purpose: one sentence, what, where, what to do."""
+
+
+class ModelFileError(EdgertError):
+    """A model file is damaged, incomplete, or not a model file at all."""
+
+
+class UnsupportedFormatError(EdgertError):
+    """The file is sound, but uses something that edgert does not know; the message lists what it does."""
+
+
+class BackendUnavailableError(EdgertError):
+    """A backend cannot run here; the message says the command that would change that."""
+
+
+class DoesNotFitError(EdgertError):
+    """Not enough memory; the message says needed, available and the nearest remedy."""
+
+
+class ContextFullError(EdgertError):
+    """A prompt is longer than the context; carries both counts."""
+
+    def __init__(self, n_tokens: int, n_ctx: int) -> None:
+        self.n_tokens = n_tokens
+        self.n_ctx = n_ctx
+        super().__init__(
+            f"The prompt has {n_tokens} tokens and the context holds {n_ctx}: "
+            "shorten the prompt or load the model with a larger -c/--ctx-size."
+        )
+
+
+class RequestError(EdgertError):
+    """A request's field has a wrong value; `field` names it."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        self.field = field
+        self.reason = reason
+        super().__init__(f"{field}: {reason}")
