@@ -1,0 +1,64 @@
+"""Models that tests run on: two real ones from the catalogue, and tiny random ones of every family."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that tests say `from tiny import write_tiny`
+
+
+def _real_model(name: str) -> Path:
+    folder = os.environ.get("EDGERT_MODELS")
+    if folder:
+        path = Path(folder) / f"{name}.gguf"
+        if not path.is_file():
+            pytest.fail(f"EDGERT_MODELS is set, but {path} is missing")
+        return path
+    from edgert.store import pull
+
+    return Path(pull(name))
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct Q4_1: llama family, byte-level BPE."""
+    return _real_model("smollm2")
+
+
+@pytest.fixture(scope="session")
+def gemma3_path() -> Path:
+    """Gemma3-270M Q4_K_M: sliding windows, SentencePiece with byte fallback."""
+    return _real_model("gemma3")
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The design folder with reference data, next to the repository."""
+    folder = ROOT.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip("needs the design folder ../shared, which is not part of the repository")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """tiny_model(family, **options of tiny.write_tiny) -> path; equal requests give the same file."""
+    from tiny import write_tiny
+
+    folder = tmp_path_factory.mktemp("tiny")
+    made: dict[str, Path] = {}
+
+    def make(family: str, **options: Any) -> Path:
+        request = f"{family} {sorted(options.items(), key=lambda item: item[0])!r}"
+        if request not in made:
+            made[request] = write_tiny(folder / f"{len(made)}-{family}.gguf", family, **options)
+        return made[request]
+
+    return make
