@@ -1,0 +1,168 @@
+"""The number formats of GGUF tensors: one row for each, looked up by name or by ggml's type id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.errors import ModelFileError, UnsupportedFormatError
+from edgert.quantize import blocks
+
+_CHUNK_BYTES = 1 << 22  # checks and conversions walk a tensor in pieces that stay in the cache
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a run of `block_size` elements is stored in `type_size` bytes.
+
+    ggml_id:  the type id in a GGUF file
+    decode:   uint8 (n, type_size) -> float32 (n, block_size); None where only the size is known
+    floats:   (byte offset, dtype) of each floating-point field of a block
+    """
+
+    name: str
+    ggml_id: int
+    block_size: int
+    type_size: int
+    decode: Callable[[blocks.Bytes], blocks.Floats] | None = field(default=None, repr=False)
+    floats: tuple[tuple[int, str], ...] = field(default=(), repr=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.type_size / self.block_size
+
+    def row_bytes(self, n_cols: int) -> int:
+        """Bytes of a row of `n_cols` elements, a multiple of block_size.
+
+        Raises: ValueError for a length that is no multiple.
+        """
+        if n_cols % self.block_size:
+            raise ValueError(f"{self.name} stores blocks of {self.block_size}: no row of {n_cols}")
+        return n_cols // self.block_size * self.type_size
+
+    def dequantize(self, data: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """uint8 (rows, row_bytes) -> float32 (rows, n_cols).
+
+        Raises: UnsupportedFormatError when edgert knows only the size of this format.
+        """
+        if self.decode is None:
+            raise UnsupportedFormatError(
+                f"edgert cannot read the values of {self.name}; it reads {', '.join(DECODABLE)}."
+            )
+        rows, row_bytes = data.shape
+        values = np.empty((rows, row_bytes // self.type_size * self.block_size), np.float32)
+        step = max(1, _CHUNK_BYTES // max(row_bytes, 1))
+        for row in range(0, rows, step):
+            piece = np.ascontiguousarray(data[row : row + step])
+            with np.errstate(invalid="ignore", over="ignore"):  # check_finite is what complains
+                floats = self.decode(piece.reshape(-1, self.type_size))
+            values[row : row + step] = floats.reshape(len(piece), -1)
+        return values
+
+    def is_finite(self, data: NDArray[np.uint8]) -> bool:
+        """Whether no floating-point field of uint8 (rows, row_bytes) is NaN or infinite."""
+        flat = data.reshape(-1)
+        step = max(1, _CHUNK_BYTES // self.type_size) * self.type_size
+        for start in range(0, flat.size, step):
+            piece = flat[start : start + step].reshape(-1, self.type_size)
+            for offset, dtype in self.floats:
+                width, exponent = _EXPONENT[dtype]
+                field = piece[:, offset : offset + np.dtype(width).itemsize].view(width)
+                if ((field & exponent) == exponent).any():
+                    return False
+        return True
+
+
+# A value is NaN or infinite when all bits of its exponent are set.
+_EXPONENT = {
+    "f2": ("<u2", np.uint16(0x7C00)),
+    "bf2": ("<u2", np.uint16(0x7F80)),
+    "f4": ("<u4", np.uint32(0x7F800000)),
+    "f8": ("<u8", np.uint64(0x7FF0000000000000)),
+}
+
+# Source: ggml's ggml.h (type ids) and ggml-common.h (block layouts).
+FORMATS: dict[str, Format] = {
+    format.name: format
+    for format in (
+        Format("F32", 0, 1, 4, blocks.f32, ((0, "f4"),)),
+        Format("F16", 1, 1, 2, blocks.f16, ((0, "f2"),)),
+        Format("Q4_0", 2, 32, 18, blocks.q4_0, ((0, "f2"),)),
+        Format("Q4_1", 3, 32, 20, blocks.q4_1, ((0, "f2"), (2, "f2"))),
+        Format("Q5_0", 6, 32, 22, blocks.q5_0, ((0, "f2"),)),
+        Format("Q5_1", 7, 32, 24, blocks.q5_1, ((0, "f2"), (2, "f2"))),
+        Format("Q8_0", 8, 32, 34, blocks.q8_0, ((0, "f2"),)),
+        Format("Q8_1", 9, 32, 36),
+        Format("Q2_K", 10, 256, 84, blocks.q2_k, ((80, "f2"), (82, "f2"))),
+        Format("Q3_K", 11, 256, 110, blocks.q3_k, ((108, "f2"),)),
+        Format("Q4_K", 12, 256, 144, blocks.q4_k, ((0, "f2"), (2, "f2"))),
+        Format("Q5_K", 13, 256, 176, blocks.q5_k, ((0, "f2"), (2, "f2"))),
+        Format("Q6_K", 14, 256, 210, blocks.q6_k, ((208, "f2"),)),
+        Format("Q8_K", 15, 256, 292),
+        Format("IQ2_XXS", 16, 256, 66),
+        Format("IQ2_XS", 17, 256, 74),
+        Format("IQ3_XXS", 18, 256, 98),
+        Format("IQ1_S", 19, 256, 50),
+        Format("IQ4_NL", 20, 32, 18, blocks.iq4_nl, ((0, "f2"),)),
+        Format("IQ3_S", 21, 256, 110),
+        Format("IQ2_S", 22, 256, 82),
+        Format("IQ4_XS", 23, 256, 136, blocks.iq4_xs, ((0, "f2"),)),
+        Format("I8", 24, 1, 1),
+        Format("I16", 25, 1, 2),
+        Format("I32", 26, 1, 4),
+        Format("I64", 27, 1, 8),
+        Format("F64", 28, 1, 8, None, ((0, "f8"),)),
+        Format("IQ1_M", 29, 256, 56),
+        Format("BF16", 30, 1, 2, blocks.bf16, ((0, "bf2"),)),
+        Format("TQ1_0", 34, 256, 54),
+        Format("TQ2_0", 35, 256, 66),
+        Format("MXFP4", 39, 32, 17),
+        Format("NVFP4", 40, 64, 36),
+        Format("Q1_0", 41, 128, 18),
+    )
+}
+BY_ID: dict[int, Format] = {format.ggml_id: format for format in FORMATS.values()}
+DECODABLE: tuple[str, ...] = tuple(name for name, format in FORMATS.items() if format.decode)
+
+# Ids that ggml gave up: files with them exist, and only an old program reads them.
+REMOVED: dict[int, str] = {
+    4: "Q4_2",
+    5: "Q4_3",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
+
+
+class HasData(Protocol):
+    """What check_finite needs of a tensor."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def format(self) -> Format: ...
+    @property
+    def data(self) -> NDArray[np.uint8]: ...
+
+
+def check_finite(tensor: HasData, data: NDArray[np.uint8] | None = None) -> None:
+    """Refuses a tensor with NaN or infinity in its values or scales.
+
+    data:   uint8 (rows, row_bytes), the tensor's bytes where the caller has read them already
+    Raises: ModelFileError that names the tensor.
+    """
+    if not tensor.format.is_finite(tensor.data if data is None else data):
+        raise ModelFileError(
+            f"Tensor {tensor.name!r} ({tensor.format}) holds NaN or infinity: "
+            "the file is damaged or was converted wrongly; download or convert it again."
+        )
