@@ -1,0 +1,30 @@
+"""Model families: one short file for each, registered by general.architecture and imported on use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from edgert.errors import UnsupportedFormatError
+from edgert.quantize.architecture.base import Architecture, Layer, Rope
+
+if TYPE_CHECKING:
+    from edgert.quantize.gguf_file import GGUFFile
+
+__all__ = ["FAMILIES", "Architecture", "Layer", "Rope", "describe"]
+
+FAMILIES = ("gemma3", "llama", "qwen2", "qwen3")
+
+
+def describe(file: GGUFFile) -> Architecture:
+    """What the file's model computes, with every size and needed tensor checked.
+
+    Raises: UnsupportedFormatError for a family or a part of it that edgert does not know; ModelFileError for
+        keys and tensors that are missing or contradict each other.
+    """
+    family = file.get("general.architecture", str, "")
+    if family not in FAMILIES:
+        named = f"is a {family!r} model" if family else "does not name its general.architecture"
+        raise UnsupportedFormatError(f"{file.path} {named}; edgert runs {', '.join(FAMILIES)}.")
+    architecture: Architecture = import_module(f"{__name__}.{family}").describe(file)
+    return architecture

@@ -8,6 +8,26 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+# name in the layer; rows and columns; the field of Architecture that asks for it ("": every family)
+LAYER_TENSORS = (
+    ("attn_norm.weight", "embd", ""),
+    ("attn_q.weight", "q embd", ""),
+    ("attn_q.bias", "q", "qkv_bias"),
+    ("attn_k.weight", "kv embd", ""),
+    ("attn_k.bias", "kv", "qkv_bias"),
+    ("attn_v.weight", "kv embd", ""),
+    ("attn_v.bias", "kv", "qkv_bias"),
+    ("attn_q_norm.weight", "head", "qk_norm"),
+    ("attn_k_norm.weight", "head", "qk_norm"),
+    ("attn_output.weight", "embd q", ""),
+    ("post_attention_norm.weight", "embd", "post_norm"),
+    ("ffn_norm.weight", "embd", ""),
+    ("ffn_gate.weight", "ff embd", ""),
+    ("ffn_up.weight", "ff embd", ""),
+    ("ffn_down.weight", "embd ff", ""),
+    ("post_ffw_norm.weight", "embd", "post_norm"),
+)
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -46,6 +66,8 @@ class Architecture:
         x += post(Wo attention(rope(q) * attention_scale, rope(k), v))
         h = rms_norm(x, ffn_norm);   x += post(W_down (activation(W_gate h) * (W_up h)))
     with post = rms_norm by post_attention_norm / post_ffw_norm if post_norm, else the identity.
+    x starts as token_embd * embedding_scale; logits = output rms_norm(x, output_norm).
+    A softcapping c > 0 replaces scores or logits y by c * tanh(y / c).
     """
 
     name: str
@@ -66,3 +88,33 @@ class Architecture:
     qk_norm: bool = False
     post_norm: bool = False
     tied_head: bool = False  # no output.weight: token_embd.weight serves
+    attn_logit_softcapping: float = 0.0
+    final_logit_softcapping: float = 0.0
+
+    def layer_tensors(self, i: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes (rows first) of what layer i needs, in the order of the computation."""
+        sizes = {
+            "embd": self.n_embd,
+            "q": self.n_head * self.head_dim,
+            "kv": self.n_head_kv * self.head_dim,
+            "head": self.head_dim,
+            "ff": self.n_ff,
+        }
+        return {
+            f"blk.{i}.{name}": tuple(sizes[size] for size in shape.split())
+            for name, shape, condition in LAYER_TENSORS
+            if not condition or getattr(self, condition)
+        }
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes (rows first) of all that the model needs, in the order of the computation."""
+        needed: dict[str, tuple[int, ...]] = {"token_embd.weight": (self.n_vocab, self.n_embd)}
+        factors = next((layer.rope.factors for layer in self.layers if layer.rope.factors is not None), None)
+        if factors is not None:
+            needed["rope_freqs.weight"] = factors.shape
+        for i in range(self.n_layer):
+            needed |= self.layer_tensors(i)
+        needed["output_norm.weight"] = (self.n_embd,)
+        if not self.tied_head:
+            needed["output.weight"] = (self.n_vocab, self.n_embd)
+        return needed

@@ -1,0 +1,77 @@
+"""gemma3: windows on most layers, norms before and after each block and on q and k, scaled embeddings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from edgert.quantize.architecture import common
+from edgert.quantize.architecture.base import Architecture, Layer, Rope
+from edgert.quantize.gguf_file import GGUFFile
+
+PATTERN = 6  # of so many layers the last one sees the whole text
+LOCAL_ROPE_BASE = 10_000.0
+WINDOWS = {
+    18: 512,
+    26: 512,
+    34: 1024,
+    48: 1024,
+    62: 1024,
+}  # published sizes, by n_layer, for files without the key
+
+
+def describe(file: GGUFFile) -> Architecture:
+    """The common description with gemma's norms; layers alternate between a window and the whole text.
+
+    Source: llama.cpp's src/models/gemma3.cpp; Gemma 3 technical report, arXiv 2503.19786.
+    """
+    common_part = common.describe(
+        file,
+        rope_style="neox",
+        rope_base=1_000_000.0,
+        activation="gelu",
+        qk_norm=True,
+        post_norm=True,
+    )
+    n_layer, n_embd = common_part.n_layer, common_part.n_embd
+    scale = common_part.attention_scale
+    if n_layer == 62:  # the 27B model divides by its n_embd / n_head, which is not its head_dim
+        scale = 1 / math.sqrt(n_embd // common_part.n_head)
+    return replace(
+        common_part,
+        embedding_scale=math.sqrt(n_embd),
+        attention_scale=scale,
+        layers=_layers(common.Keys(file), common_part.layers),
+    )
+
+
+def _layers(keys: common.Keys, full: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """Replaces the rope and the window of the local layers."""
+    n_layer = len(full)
+    window = keys.integer("attention.sliding_window", default=-1, least=0)
+    if window < 0:
+        window = WINDOWS.get(n_layer, 0)
+        common.warn_default(keys.file, keys.name("attention.sliding_window"), window or "none")
+    if window == 0:
+        return full
+    rope = Rope(
+        full[0].rope.n_dims,
+        keys.number("rope.freq_base_swa", default=LOCAL_ROPE_BASE),
+        "neox",
+    )
+    local = Layer(rope, window)
+    return tuple(
+        local if is_local else layer for layer, is_local in zip(full, _pattern(keys, n_layer), strict=True)
+    )
+
+
+def _pattern(keys: common.Keys, n_layer: int) -> list[bool]:
+    """Which layers are local: GGUF stores a period, a flag for each layer, or nothing."""
+    key = "attention.sliding_window_pattern"
+    flags = keys.raw(key)
+    if isinstance(flags, list):
+        if len(flags) != n_layer:
+            raise keys.error(key, f"has {len(flags)} entries for {n_layer} layers")
+        return [bool(flag) for flag in flags]
+    period = keys.integer(key, default=PATTERN)
+    return [i % period < period - 1 for i in range(n_layer)]
