@@ -111,7 +111,7 @@ def q4_k(block: Bytes) -> Floats:
 
 def q5_k(block: Bytes) -> Floats:
     low = _planes(block[:, 48:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
-    return _k4(block, low | _planes(block[:, 16:48], 1) << 4)
+    return _k4(block, low | _planes(block[:, 16:48], 1) << np.uint8(4))
 
 
 def q6_k(block: Bytes) -> Floats:

@@ -291,7 +291,8 @@ def _check_sibling(shard: Shard, given: Shard, index: int, count: int, total: in
         if found != value:
             raise ModelFileError(
                 f"{shard.path} says {key} = {found}, and as part {index + 1} of {count} beside "
-                f"{given.path.name} it should be {value}: the parts do not belong together; download them again."
+                f"{given.path.name} it should be {value}: the parts do not belong together; "
+                "download them again."
             )
     architectures = {s.metadata.get("general.architecture") for s in (shard, given)} - {None}
     if len(architectures) > 1:
