@@ -1,1 +1,63 @@
 """Low-bit language models on the machine in front of you."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from edgert.errors import (
+    BackendUnavailableError,
+    ContextFullError,
+    DoesNotFitError,
+    EdgertError,
+    ModelFileError,
+    RequestError,
+    UnsupportedFormatError,
+)
+
+if TYPE_CHECKING:
+    from edgert.model import Model, load
+    from edgert.options import Options, SamplingParams
+    from edgert.reply import Chunk, Progress, Reply, Stats
+    from edgert.stream import Stream
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendUnavailableError",
+    "Chunk",
+    "ContextFullError",
+    "DoesNotFitError",
+    "EdgertError",
+    "Model",
+    "ModelFileError",
+    "Options",
+    "Progress",
+    "Reply",
+    "RequestError",
+    "SamplingParams",
+    "Stats",
+    "Stream",
+    "UnsupportedFormatError",
+    "load",
+]
+
+_HOMES = {
+    "Model": "edgert.model",
+    "load": "edgert.model",
+    "Options": "edgert.options",
+    "SamplingParams": "edgert.options",
+    "Chunk": "edgert.reply",
+    "Progress": "edgert.reply",
+    "Reply": "edgert.reply",
+    "Stats": "edgert.reply",
+    "Stream": "edgert.stream",
+}
+
+
+def __getattr__(name: str) -> Any:  # numpy and the rest are imported when they are needed
+    if home := _HOMES.get(name):
+        value = getattr(import_module(home), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'edgert' has no attribute {name!r}")

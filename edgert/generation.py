@@ -1,0 +1,398 @@
+"""The loop between tokenizer and backend: requests of any number of callers share each forward step."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.backends.base import Backend, Batch
+from edgert.errors import ContextFullError, DoesNotFitError, EdgertError, RequestError
+from edgert.options import Options
+from edgert.reply import Chunk, FinishReason, Progress, Stats, TokenLogprob
+from edgert.sampler import Sampler, logprobs
+from edgert.stopping import StopStrings
+
+logger = logging.getLogger(__name__)
+
+PREFILL_BESIDE_DECODE = 64  # prompt tokens in a step in which others wait for their next token
+
+
+class Decoder(Protocol):
+    """Turns tokens into text, holding back characters that are not complete."""
+
+    def push(self, token: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Slot:
+    """One sequence of the backend and what is known about it.
+
+    tokens:    int32 (n_ctx,)
+    n_tokens:  how many of them are known; the first `n_cached` have been evaluated by the backend
+    """
+
+    def __init__(self, sequence: int, n_ctx: int) -> None:
+        self.sequence = sequence
+        self.tokens = np.empty(n_ctx, np.int32)
+        self.n_tokens = 0
+        self.n_cached = 0
+        self.task: Task | None = None
+        self.last_use = 0
+
+    def common(self, prompt: NDArray[np.int32]) -> int:
+        """How many first tokens of the prompt the backend has already evaluated here."""
+        n = min(self.n_cached, len(prompt))
+        different = np.flatnonzero(self.tokens[:n] != prompt[:n])
+        return int(different[0]) if len(different) else n
+
+    @property
+    def pending(self) -> int:
+        return self.n_tokens - self.n_cached
+
+
+class Task(ABC):
+    """A prompt on its way through the engine; results, errors and progress come out of `output`."""
+
+    reuse = True  # whether a cached prefix serves
+    want_all = False  # whether the logits after every token are wanted, not only after the last
+
+    def __init__(self, prompt: NDArray[np.int32]) -> None:
+        self.prompt = prompt
+        self.slot: Slot
+        self.n_reused = 0
+        self.cancelled = False
+        self.done = False
+        self.output: SimpleQueue[Chunk | Progress | NDArray[np.float32] | BaseException] = SimpleQueue()
+        self.wake: Callable[[], None] | None = None
+
+    def put(self, item: Chunk | Progress | NDArray[np.float32] | BaseException) -> None:
+        """Hands an item to whoever waits, in a thread or in an event loop."""
+        self.output.put(item)
+        if wake := self.wake:
+            try:
+                wake()
+            except RuntimeError:  # the event loop has been closed
+                self.cancelled = True
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the task with an error."""
+        self.done = True
+        self.put(error)
+
+    def begin(self) -> None:  # noqa: B027
+        """Called when the task has its slot."""
+
+    @abstractmethod
+    def advance(self, logits: NDArray[np.float32]) -> None:
+        """Takes the logits that a step gave for this task: float32 (rows, n_vocab), possibly no row."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Ends the task because its caller wishes so."""
+
+
+class Generation(Task):
+    """A prompt that is continued token by token."""
+
+    def __init__(
+        self,
+        prompt: NDArray[np.int32],
+        options: Options,
+        sampler: Sampler,
+        decoder: Decoder,
+        end_ids: Collection[int],
+    ) -> None:
+        super().__init__(prompt)
+        self.options = options
+        self.sampler = sampler
+        self._decoder = decoder
+        self._end_ids = frozenset(end_ids)
+        self._stops = StopStrings(options.stop)
+        self._n_read = 0  # tokens of the prompt that are in the cache
+        self._n_predicted = 0
+        self._tokens: list[int] = []  # since the last chunk
+        self._logprobs: list[TokenLogprob] = []
+        self._started = self._prompt_end = self._last = perf_counter()
+
+    def begin(self) -> None:
+        self._started = self._prompt_end = self._last = perf_counter()
+        self._report_progress()
+
+    def advance(self, logits: NDArray[np.float32]) -> None:
+        self._last = perf_counter()
+        if self._n_predicted == 0:
+            self._prompt_end = self._last
+            self._report_progress()
+        for row in logits:
+            if self.options.max_tokens == 0:
+                self._finish("length")
+            else:
+                self._choose(row)
+
+    def _choose(self, row: NDArray[np.float32]) -> None:
+        slot = self.slot
+        token = self.sampler.sample(row, slot.tokens[: slot.n_tokens])
+        self._n_predicted += 1
+        self._last = perf_counter()
+        if token in self._end_ids:
+            self._finish("stop")
+            return
+        self._tokens.append(token)
+        if self.options.logprobs:
+            self._logprobs.append(TokenLogprob(token, *logprobs(row, token, self.options.top_logprobs)))
+        text, stopped = self._stops.push(self._decoder.push(token))
+        if stopped:
+            self._finish("stop", text, complete=True)
+        elif self._n_predicted == self.options.max_tokens or slot.n_tokens == len(slot.tokens):
+            self._finish("length", text)
+        else:
+            slot.tokens[slot.n_tokens] = token
+            slot.n_tokens += 1
+            if text:
+                self._emit(text)
+
+    def _emit(self, text: str, reason: FinishReason | None = None, stats: Stats | None = None) -> None:
+        tokens, self._tokens = self._tokens, []
+        scores, self._logprobs = self._logprobs, []
+        self.put(Chunk(text, tokens, reason, stats, scores))
+
+    def _finish(self, reason: FinishReason, text: str = "", *, complete: bool = False) -> None:
+        if not complete:
+            tail, stopped = self._stops.push(self._decoder.flush())
+            text += tail if stopped else tail + self._stops.flush()
+            reason = "stop" if stopped else reason
+        self.done = True
+        self._emit(text, reason, self._stats())
+
+    def _stats(self) -> Stats:
+        return Stats.of(
+            self.n_reused,
+            self._n_read - self.n_reused,
+            self._prompt_end - self._started,
+            self._n_predicted,
+            self._last - self._prompt_end,
+        )
+
+    def _report_progress(self) -> None:
+        self._n_read = min(self.slot.n_cached, len(self.prompt))
+        elapsed = 1e3 * (perf_counter() - self._started)
+        self.put(Progress(len(self.prompt), self.n_reused, self._n_read, elapsed))
+
+    def cancel(self) -> None:
+        self._finish("cancelled")
+
+
+class Scoring(Task):
+    """A text whose logits after every token are wanted."""
+
+    reuse = False
+    want_all = True
+
+    def __init__(self, prompt: NDArray[np.int32], n_vocab: int) -> None:
+        super().__init__(prompt)
+        self._logits = np.empty((len(prompt), n_vocab), np.float32)
+
+    def advance(self, logits: NDArray[np.float32]) -> None:
+        end = self.slot.n_cached
+        self._logits[end - len(logits) : end] = logits
+        if end == len(self.prompt):
+            self.done = True
+            self.put(self._logits)
+
+    def cancel(self) -> None:
+        self.fail(EdgertError("The request was cancelled."))
+
+
+class Engine:
+    """Runs tasks on a backend in a thread of its own, all of them a step further at a time."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._slots = [Slot(i, backend.n_ctx) for i in range(backend.n_seq_max)]
+        self._waiting: deque[Task] = deque()
+        self._running: list[Task] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._clock = itertools.count(1)
+        n = backend.n_batch
+        self._tokens = np.empty(n, np.int32)
+        self._sequences = np.empty(n, np.int32)
+        self._positions = np.empty(n, np.int32)
+        self._wanted = np.empty(n, np.bool_)
+
+    def submit(self, task: Task) -> None:
+        """Queues a task; it starts as soon as a sequence is free.
+
+        Raises: RequestError for an empty prompt or ids outside the vocabulary; ContextFullError.
+        """
+        prompt, backend = task.prompt, self.backend
+        if not len(prompt):
+            raise RequestError("prompt", "is empty: give at least one token")
+        if prompt.min() < 0 or prompt.max() >= backend.n_vocab:
+            raise RequestError("prompt", f"has token ids outside the vocabulary of {backend.n_vocab}")
+        if len(prompt) > backend.n_ctx:
+            raise ContextFullError(len(prompt), backend.n_ctx)
+        with self._changed:
+            if self._closed:
+                raise EdgertError("The model is closed: load it again.")
+            self._waiting.append(task)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="edgert-engine", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Ends all tasks with an error, the thread, and the backend; a second call does nothing."""
+        with self._changed:
+            first, self._closed = not self._closed, True
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        if first:
+            self.backend.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._closed or self._waiting or self._running):
+                    self._changed.wait()
+                if self._closed:
+                    break
+            try:
+                self.step()
+            except DoesNotFitError as error:  # the cache is full: the newest gives way to the others
+                self._running[-1].fail(error)
+            except Exception as error:
+                logger.exception("a step failed")
+                for task in self._running:
+                    task.fail(error)
+        for task in (*self._running, *self._waiting):
+            task.fail(EdgertError("The model was closed while the request ran."))
+
+    def step(self) -> None:
+        """Admits what waits, evaluates one batch and hands out its logits."""
+        self._admit()
+        parts = self._plan()
+        if parts:
+            logits, row = self._forward(parts), 0
+            for task, count, rows in parts:
+                task.slot.n_cached += count
+                try:
+                    task.advance(logits[row : row + rows])
+                except EdgertError as error:
+                    task.fail(error)
+                row += rows
+        self._retire()
+
+    def _admit(self) -> None:
+        for task in (*self._running, *self._waiting):
+            if task.cancelled and not task.done:
+                task.cancel()
+        self._retire()
+        while self._waiting and len(self._running) < len(self._slots):
+            task = self._waiting.popleft()
+            if not task.done:
+                self._place(task)
+                self._running.append(task)
+                task.begin()
+
+    def _place(self, task: Task) -> None:
+        """Gives the task a slot, with the longest cached beginning of its prompt."""
+        prompt = task.prompt
+        free = [slot for slot in self._slots if slot.task is None]
+        empty = next((slot for slot in free if not slot.n_cached), None)
+        best, reused = None, 0
+        if task.reuse:
+            best = max(self._slots, key=lambda slot: (slot.common(prompt), slot.task is None))
+            reused = min(best.common(prompt), len(prompt) - 1)  # the last token's logits are not kept
+        if best and reused and best.task is None and (empty is None or best.n_cached <= 2 * reused):
+            slot = best
+            self.backend.truncate(slot.sequence, reused)
+        else:  # what the source holds beyond the common part is worth more than an empty slot
+            slot = empty or min(free, key=lambda slot: slot.last_use)
+            if slot is best:
+                self.backend.truncate(slot.sequence, reused)
+            else:
+                self.backend.free(slot.sequence)
+                if best and reused:
+                    self.backend.fork(best.sequence, slot.sequence, reused)
+        slot.tokens[: len(prompt)] = prompt
+        slot.n_tokens, slot.n_cached = len(prompt), reused
+        slot.task, task.slot, task.n_reused = task, slot, reused
+
+    def _plan(self) -> list[tuple[Task, int, int]]:
+        """The tasks of this step, how many tokens each evaluates, and how many rows of logits it gets."""
+        tasks = sorted(
+            self._running, key=lambda task: task.slot.pending > 1
+        )  # next tokens first, then prompts
+        budget = self.backend.n_batch
+        if tasks and tasks[0].slot.pending == 1 and tasks[-1].slot.pending > 1:
+            decodes = sum(task.slot.pending == 1 for task in tasks)
+            budget = min(budget, decodes + PREFILL_BESIDE_DECODE)
+        parts = []
+        for task in tasks:
+            count = min(task.slot.pending, budget)
+            if count:
+                rows = count if task.want_all else int(count == task.slot.pending)
+                parts.append((task, count, rows))
+                budget -= count
+        return parts
+
+    def _forward(self, parts: list[tuple[Task, int, int]]) -> NDArray[np.float32]:
+        start = 0
+        for task, count, rows in parts:
+            slot, end = task.slot, start + count
+            first = slot.n_cached
+            self._tokens[start:end] = slot.tokens[first : first + count]
+            self._sequences[start:end] = slot.sequence
+            self._positions[start:end] = np.arange(first, first + count)
+            self._wanted[start:end] = False
+            self._wanted[end - rows : end] = True
+            start = end
+        batch = Batch(
+            self._tokens[:start], self._sequences[:start], self._positions[:start], self._wanted[:start]
+        )
+        while True:
+            try:
+                return self.backend.forward(batch)
+            except DoesNotFitError:
+                if not self._evict():
+                    raise
+
+    def _evict(self) -> bool:
+        """Forgets the sequence that has been idle for longest; false if there is none."""
+        idle = [slot for slot in self._slots if slot.task is None and slot.n_cached]
+        if not idle:
+            return False
+        slot = min(idle, key=lambda slot: slot.last_use)
+        self.backend.free(slot.sequence)
+        slot.n_tokens = slot.n_cached = 0
+        return True
+
+    def _retire(self) -> None:
+        """Frees the slots of tasks that are done; what they have cached stays for the next prompt."""
+        for task in self._running:
+            if task.done:
+                slot = task.slot
+                slot.task, slot.n_cached, slot.last_use = None, self._kept(slot), next(self._clock)
+                slot.n_tokens = slot.n_cached
+        self._running = [task for task in self._running if not task.done]
+
+    def _kept(self, slot: Slot) -> int:
+        """How much of the slot is sound, the backend's word counting as well after a failed step."""
+        held = self.backend.length(slot.sequence)
+        if held > slot.n_cached:
+            self.backend.truncate(slot.sequence, slot.n_cached)
+        return min(held, slot.n_cached)

@@ -1,0 +1,282 @@
+"""A loaded model: text or messages in, text out."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.backends.base import Backend, Verdict
+from edgert.errors import EdgertError, RequestError
+from edgert.generation import Engine, Generation, Scoring
+from edgert.options import Options, Params, SamplingParams
+from edgert.reply import Progress, Reply
+from edgert.sampler import Sampler
+from edgert.stream import Stream
+
+if TYPE_CHECKING:
+    from edgert.template import ChatTemplate
+    from edgert.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+OnProgress = Callable[[Progress], object]
+
+
+def load(
+    model: str | os.PathLike[str],
+    *,
+    n_ctx: int = 4096,
+    n_threads: int | None = None,
+    backend: str = "auto",
+    sampling: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
+    **backend_options: Any,
+) -> Model:
+    """Loads a model file.
+
+    model:            a path, or a name that `edgert ls` shows
+    n_ctx:            positions that one conversation may have; 0: as many as the model was trained on
+    n_threads:        None: what suits this machine
+    backend:          "auto", "cpu" or "llama"
+    sampling:         defaults of this model's requests, over those that the file recommends
+    chat_template:    a Jinja template in place of the file's
+    backend_options:  passed on to the backend
+
+    Raises: EdgertError and its subclasses, when the file, the machine or an option is at fault.
+    """
+    from edgert import backends, store
+    from edgert.quantize.gguf_file import GGUFFile
+    from edgert.template import ChatTemplate
+    from edgert.tokenizer import Tokenizer
+
+    path = store.resolve(os.fspath(model))
+    with GGUFFile.open(path) as file:
+        tokenizer = Tokenizer.from_gguf(file)
+        template = ChatTemplate.from_gguf(file)
+        defaults = SamplingParams.from_metadata(file.metadata)
+    if sampling:
+        defaults = Options.of(defaults, **sampling).sampling
+    engine = backends.load(path, backend=backend, n_ctx=n_ctx, n_threads=n_threads, **backend_options)
+    return Model(engine, tokenizer, template, defaults)
+
+
+class Model:
+    """A model ready to answer; any number of threads may use it at once, their requests share the steps."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None = None,
+        defaults: SamplingParams | None = None,
+    ) -> None:
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self.template = template
+        self.defaults = defaults or SamplingParams()
+        self._engine = Engine(backend)
+        self._finalizer = weakref.finalize(self, self._engine.close)  # runs at exit of the program as well
+
+    @property
+    def verdict(self) -> Verdict:
+        """Which backend runs the model, on what device, and why."""
+        return self.backend.verdict
+
+    @property
+    def n_ctx(self) -> int:
+        """Positions that one conversation may have."""
+        return self.backend.n_ctx
+
+    @property
+    def n_vocab(self) -> int:
+        """Size of the vocabulary."""
+        return self.backend.n_vocab
+
+    def close(self) -> None:
+        """Gives back memory and threads; requests that run end with an error."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        stream: Literal[False] = False,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        on_progress: OnProgress | None = None,
+        **params: Unpack[Params],
+    ) -> Reply: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        stream: Literal[True],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        on_progress: OnProgress | None = None,
+        **params: Unpack[Params],
+    ) -> Stream: ...
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        stream: bool = False,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        on_progress: OnProgress | None = None,
+        **params: Unpack[Params],
+    ) -> Reply | Stream:
+        """Answers a conversation, rendered with the model's own template.
+
+        messages:     OpenAI's: [{"role": "user", "content": "Hi"}, ...]
+        on_progress:  called by the thread that reads the reply while the prompt is computed
+        params:       the fields of SamplingParams and Options
+
+        Raises: RequestError naming the field; ContextFullError when the conversation is too long.
+        """
+        ids = self.render(messages, tools=tools, **(chat_template_kwargs or {}))
+        reply = self._start(ids, on_progress, params)
+        return reply if stream else reply.reply()
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        stream: Literal[False] = False,
+        *,
+        on_progress: OnProgress | None = None,
+        **params: Unpack[Params],
+    ) -> Reply: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        stream: Literal[True],
+        *,
+        on_progress: OnProgress | None = None,
+        **params: Unpack[Params],
+    ) -> Stream: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        stream: bool = False,
+        *,
+        on_progress: OnProgress | None = None,
+        **params: Unpack[Params],
+    ) -> Reply | Stream:
+        """Continues a text or token ids as they are, without a template; arguments as in `chat`.
+
+        Raises: RequestError naming the field; ContextFullError when the prompt is too long.
+        """
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        reply = self._start(ids, on_progress, params)
+        return reply if stream else reply.reply()
+
+    async def achat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        on_progress: OnProgress | None = None,
+        **params: Unpack[Params],
+    ) -> Reply:
+        """As `chat`, for event loops; for pieces, `async for` over `chat(..., stream=True)`."""
+        options: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        return await self.chat(messages, True, on_progress=on_progress, **options, **params)
+
+    async def agenerate(
+        self, prompt: str | Sequence[int], *, on_progress: OnProgress | None = None, **params: Unpack[Params]
+    ) -> Reply:
+        """As `generate`, for event loops; for pieces, `async for` over `generate(..., stream=True)`."""
+        return await self.generate(prompt, True, on_progress=on_progress, **params)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """The token ids that `chat` gives the model for a conversation.
+
+        Raises: RequestError when the template refuses the messages.
+        """
+        if self.template is None:
+            raise RequestError("messages", "the file has no chat template: use `generate`")
+        return self.template.encode(self.tokenizer, messages, tools=tools, **template_kwargs)
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """The ids of a text.
+
+        add_special:    put the begin token first, if the model wants one
+        parse_special:  let names of control tokens in the text become these tokens
+        """
+        return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ids, control tokens left out."""
+        return self.tokenizer.decode(ids)
+
+    def logits(self, prompt: str | Sequence[int]) -> NDArray[np.float32]:
+        """float32 (n, n_vocab): what the model says after each of the n tokens.
+
+        Raises: RequestError for ids outside the vocabulary; ContextFullError.
+        """
+        task = Scoring(self._ids(prompt), self.backend.n_vocab)
+        self._engine.submit(task)
+        result = task.output.get()
+        if isinstance(result, BaseException):
+            raise result
+        assert isinstance(result, np.ndarray)
+        return result
+
+    def _start(
+        self, prompt: Sequence[int], on_progress: OnProgress | None, params: Mapping[str, Any]
+    ) -> Stream:
+        options = Options.of(self.defaults, **params)
+        end_ids = self.tokenizer.end_ids
+        sampler = Sampler(options.sampling, self.backend.n_vocab, end_ids if options.ignore_eos else ())
+        task = Generation(self._ids(prompt), options, sampler, self.tokenizer.stream_decoder(), end_ids)
+        self._engine.submit(task)
+        return Stream(task, on_progress)
+
+    def _ids(self, prompt: str | Sequence[int]) -> NDArray[np.int32]:
+        """int32 (n,): the ids, checked. An empty text is the begin token, where the vocabulary has one."""
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        try:
+            given = np.asarray(ids)
+        except (ValueError, OverflowError):
+            raise RequestError("prompt", "must be a text or a list of token ids") from None
+        if not given.size:
+            bos = self.tokenizer.bos_id
+            if bos is None:
+                raise RequestError("prompt", "is empty, and the model has no begin token to start from")
+            given = np.array([bos])
+        if given.ndim != 1 or given.dtype.kind not in "iu":
+            raise RequestError("prompt", "must be a text or a list of token ids")
+        if given.min() < 0 or given.max() >= self.backend.n_vocab:
+            raise RequestError("prompt", f"has token ids outside the vocabulary of {self.backend.n_vocab}")
+        return given.astype(np.int32)
+
+
+__all__ = ["EdgertError", "Model", "load"]

@@ -1,0 +1,194 @@
+"""What a request may ask for, checked at the door and frozen."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypedDict
+
+from edgert.errors import RequestError
+
+
+def real(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
+    """The value as a finite float in [low, high], or in (low, high] if `above`. Raises: RequestError."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise RequestError(name, f"must be a number, not {type(value).__name__}")
+    number = float(value)
+    if not (low < number if above else low <= number) or not number <= high or not math.isfinite(number):
+        bounds = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
+        raise RequestError(name, f"must be a number {bounds}, not {number:g}")
+    return number
+
+
+def integer(name: str, value: object, low: int, high: int) -> int:
+    """The value as an int in [low, high]. Raises: RequestError."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise RequestError(name, f"must be an integer, not {type(value).__name__}")
+    number = int(value)
+    if not low <= number <= high:
+        shown = str(number) if abs(number) < 1 << 70 else "one of many digits"
+        raise RequestError(name, f"must be an integer from {low} to {high}, not {shown}")
+    return number
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen from the logits; names and defaults are llama.cpp's, ranges OpenAI's.
+
+    temperature:        0 is greedy: the highest logit, the lowest id among equals
+    top_k:              the k highest logits stay; 0: all
+    top_p:              the smallest set of tokens whose probability reaches top_p stays; 1: all
+    min_p:              tokens less probable than min_p times the best are dropped; 0: none
+    repeat_penalty:     divides the positive and multiplies the negative logits of tokens seen, once each
+    repeat_last_n:      how many latest tokens (prompt included) the penalties see; 0: none, -1: all
+    presence_penalty:   subtracted from the logit of a token seen
+    frequency_penalty:  subtracted for each time that the token was seen
+    logit_bias:         added to the logits of these ids; False forbids the token
+    seed:               the same seed, request and build give the same text; None or -1: a new one each time
+
+    Raises: RequestError naming the field.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("temperature", real("temperature", self.temperature, 0, 100))
+        put("top_k", integer("top_k", self.top_k, 0, 2**31 - 1))
+        put("top_p", real("top_p", self.top_p, 0, 1))
+        put("min_p", real("min_p", self.min_p, 0, 1))
+        put("repeat_penalty", real("repeat_penalty", self.repeat_penalty, 0, 100, above=True))
+        put("repeat_last_n", integer("repeat_last_n", self.repeat_last_n, -1, 2**31 - 1))
+        put("presence_penalty", real("presence_penalty", self.presence_penalty, -2, 2))
+        put("frequency_penalty", real("frequency_penalty", self.frequency_penalty, -2, 2))
+        put("logit_bias", _logit_bias(self.logit_bias))
+        if self.seed is not None:
+            seed = integer("seed", self.seed, -1, 2**64 - 1)
+            put("seed", None if seed == -1 else seed)
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> SamplingParams:
+        """The defaults, changed by what the file's `general.sampling.*` keys recommend.
+
+        Raises: RequestError naming the key's field.
+        """
+        keys = {
+            "temp": "temperature",
+            "top_k": "top_k",
+            "top_p": "top_p",
+            "min_p": "min_p",
+            "penalty_repeat": "repeat_penalty",
+            "penalty_last_n": "repeat_last_n",
+        }
+        given = {
+            name: metadata[f"general.sampling.{key}"]
+            for key, name in keys.items()
+            if metadata.get(f"general.sampling.{key}") is not None
+        }
+        if isinstance(top_k := given.get("top_k"), int) and top_k < 0:
+            given["top_k"] = 0
+        return cls(**given)
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise RequestError("logit_bias", f"must map token ids to numbers, not be a {type(value).__name__}")
+    bias = {}
+    for key, number in value.items():
+        try:
+            if isinstance(key, bool) or not isinstance(key, str | numbers.Integral):
+                raise ValueError
+            token = int(key)
+        except ValueError:
+            raise RequestError("logit_bias", "has a key that is not a token id") from None
+        banned = number is False or number == -math.inf
+        bias[token] = -math.inf if banned else real(f"logit_bias[{token}]", number, -100, 100)
+    return bias
+
+
+@dataclass(frozen=True)
+class Options:
+    """One request's sampling and limits.
+
+    max_tokens:    None or -1: until the model ends its turn or the context is full
+    stop:          texts that end the reply and are not part of it; empty ones are ignored
+    ignore_eos:    the model's end tokens are forbidden
+    logprobs:      whether each token comes with its log probability (before penalties and temperature)
+    top_logprobs:  and with those of so many best tokens
+    """
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+    @classmethod
+    def of(cls, defaults: SamplingParams, **request: Any) -> Options:
+        """The options of a request over the model's defaults; a field that is None counts as not given.
+
+        Raises: RequestError naming the field.
+        """
+        given = {name: value for name, value in request.items() if value is not None}
+        sampling = {name: given.pop(name) for name in _SAMPLING if name in given}
+        if unknown := next((name for name in given if name not in _LIMITS), None):
+            raise RequestError(unknown, "is not a parameter; known are " + ", ".join(_SAMPLING + _LIMITS))
+        limits: dict[str, Any] = {}
+        if "max_tokens" in given:
+            count = integer("max_tokens", given["max_tokens"], -1, 2**63 - 1)
+            limits["max_tokens"] = None if count == -1 else count
+        if "stop" in given:
+            limits["stop"] = _stop(given["stop"])
+        for name in ("ignore_eos", "logprobs"):
+            if name in given and not isinstance(given[name], bool):
+                raise RequestError(name, f"must be true or false, not {type(given[name]).__name__}")
+            limits[name] = given.get(name, False)
+        if "top_logprobs" in given:
+            limits["top_logprobs"] = integer("top_logprobs", given["top_logprobs"], 0, 20)
+            limits["logprobs"] = limits["logprobs"] or limits["top_logprobs"] > 0
+        return cls(sampling=replace(defaults, **sampling), **limits)
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
+        raise RequestError("stop", "must be a text or a list of texts")
+    return tuple(text for text in stops if text)
+
+
+_SAMPLING = tuple(f.name for f in fields(SamplingParams))
+_LIMITS = tuple(f.name for f in fields(Options) if f.name != "sampling")
+
+
+class Params(TypedDict, total=False):
+    """The keywords of `Model.chat` and `Model.generate`: the fields of SamplingParams and Options."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repeat_penalty: float | None
+    repeat_last_n: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    max_tokens: int | None
+    stop: str | Sequence[str] | None
+    ignore_eos: bool | None
+    logprobs: bool | None
+    top_logprobs: int | None

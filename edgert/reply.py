@@ -1,0 +1,103 @@
+"""What comes back from a request."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counts and times of one request; names are those of llama-server's `timings`.
+
+    cache_n:               prompt tokens found in the cache
+    prompt_n, prompt_ms:   prompt tokens computed, and the time until their logits were there
+    predicted_n:           tokens chosen, an end token included
+    predicted_ms:          from the logits of the prompt to the last token
+    *_per_second:          computed prompt tokens by prompt_ms; steps from token to token by predicted_ms
+    """
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float
+
+    @classmethod
+    def of(cls, cache_n: int, prompt_n: int, prompt_s: float, predicted_n: int, predicted_s: float) -> Stats:
+        """From counts and seconds."""
+        steps = max(predicted_n - 1, 0)
+        return cls(
+            cache_n,
+            prompt_n,
+            1e3 * prompt_s,
+            prompt_n / prompt_s if prompt_s > 0 else 0.0,
+            predicted_n,
+            1e3 * predicted_s,
+            steps / predicted_s if predicted_s > 0 else 0.0,
+        )
+
+    def as_dict(self) -> dict[str, float]:
+        """The fields by name, as JSON wants them."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the prompt has been read; names are those of llama-server's `prompt_progress`.
+
+    processed counts the cached tokens too.
+    """
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token's natural log probability and the most probable ones in its place."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a streamed reply: text that will not change, and the tokens chosen since the last piece.
+
+    The last piece, and no other, has a finish_reason and stats.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason | None = None
+    stats: Stats | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole reply.
+
+    finish_reason:  "stop" (the model ended, or a stop string came), "length" (max_tokens or the context is
+                    used up), "cancelled"
+    tokens:         the tokens chosen, the end token left out
+    seed:           the seed in use; given again with the same request it gives the same text
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason
+    stats: Stats
+    seed: int
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return self.text

@@ -1,0 +1,149 @@
+"""Chooses the next token from a row of logits."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.errors import EdgertError, RequestError
+from edgert.options import SamplingParams
+
+
+class Sampler:
+    """The chain of llama.cpp: bias, penalties, top-k, top-p, min-p, temperature, draw.
+
+    It keeps no state between tokens: a draw depends on the seed and on the length of the history alone, so
+    neither other requests nor a step taken back change it.
+
+    Raises: RequestError for a bias on an id outside the vocabulary.
+    """
+
+    def __init__(self, params: SamplingParams, n_vocab: int, banned: Iterable[int] = ()) -> None:
+        self.params = params
+        self.n_vocab = n_vocab
+        self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        bias = dict(params.logit_bias) | dict.fromkeys(banned, -math.inf)
+        if outside := next((token for token in bias if not 0 <= token < n_vocab), None):
+            raise RequestError("logit_bias", f"token {outside} is outside the vocabulary of {n_vocab}")
+        self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
+        self._bias = np.fromiter(bias.values(), np.float32, len(bias))
+        self._penalised = bool(params.repeat_last_n) and (
+            params.repeat_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        )
+
+    def sample(self, logits: NDArray[np.float32], history: NDArray[np.int32]) -> int:
+        """The next token after `history`.
+
+        logits:   float32 (n_vocab,), left as they are
+        history:  int32 (n,), the prompt and what was generated
+
+        Raises: EdgertError when the logits are not finite numbers.
+        """
+        if not math.isfinite(logits.sum()) and not np.isfinite(logits).all():
+            raise EdgertError(
+                f"The model's output after {len(history)} tokens is not a finite number: "
+                "the file's weights are damaged or overflow; check the file with `edgert show`."
+            )
+        if len(self._bias_ids) or self._penalised:
+            logits = logits.copy()
+            self._bend(logits, history)
+        best = int(logits.argmax())
+        if logits[best] == -math.inf:
+            raise RequestError("logit_bias", "forbids every token")
+        if self.params.temperature == 0 or self.params.top_k == 1:
+            return best
+        ids, kept = self._candidates(logits)
+        weights = np.exp((kept - kept[0]) / self.params.temperature)
+        total = np.cumsum(weights)
+        drawn = np.searchsorted(total, uniform(self.seed, len(history)) * total[-1], side="right")
+        return int(ids[min(int(drawn), len(ids) - 1)])
+
+    def _bend(self, logits: NDArray[np.float32], history: NDArray[np.int32]) -> None:
+        """Applies bias and penalties in place."""
+        logits[self._bias_ids] += self._bias
+        if self._penalised:
+            p = self.params
+            window = history if p.repeat_last_n < 0 else history[-p.repeat_last_n :]
+            seen, counts = np.unique(window, return_counts=True)
+            values = logits[seen]
+            values = np.where(values > 0, values / p.repeat_penalty, values * p.repeat_penalty)
+            logits[seen] = values - counts * p.frequency_penalty - p.presence_penalty
+
+    def _candidates(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The ids that top-k, top-p and min-p leave, and their logits, from the best to the worst."""
+        p = self.params
+        if 0 < p.top_k < self.n_vocab:
+            ids, kept = _best(logits, p.top_k)
+            if p.top_p < 1:
+                share = np.cumsum(np.exp(kept - kept[0]))
+                end = int(np.searchsorted(share, p.top_p * share[-1])) + 1
+                ids, kept = ids[:end], kept[:end]
+        elif p.top_p < 1:
+            peak = logits.max()
+            goal = p.top_p * float(np.exp(logits - peak).sum(dtype=np.float64))
+            count = min(256, self.n_vocab)
+            while True:  # few tokens hold most of the probability, so the full sort is seldom needed
+                ids, kept = _best(logits, count)
+                share = np.cumsum(np.exp(kept - kept[0]))
+                if share[-1] >= goal or count == self.n_vocab:
+                    break
+                count = min(8 * count, self.n_vocab)
+            end = int(np.searchsorted(share, goal)) + 1
+            ids, kept = ids[:end], kept[:end]
+        else:
+            floor = logits.max() + math.log(p.min_p) if p.min_p else -math.inf
+            above = np.flatnonzero(logits >= floor)
+            order = np.argsort(-logits[above], kind="stable")
+            ids = above[order]
+            return ids, logits[ids].astype(np.float64)
+        if p.min_p > 0:
+            end = int(np.count_nonzero(kept >= kept[0] + math.log(p.min_p)))
+            ids, kept = ids[:end], kept[:end]
+        return ids, kept
+
+
+def _best(logits: NDArray[np.float32], count: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The `count` highest logits and their ids, from the best to the worst, lower ids first among equals."""
+    n = len(logits)
+    if count < n:
+        threshold = np.partition(logits, n - count)[n - count]
+        above = np.flatnonzero(logits > threshold)
+        equal = np.flatnonzero(logits == threshold)[: count - len(above)]
+        ids = np.concatenate([above, equal])
+    else:
+        ids = np.arange(n)
+    ids = ids[np.lexsort((ids, -logits[ids]))]
+    return ids, logits[ids].astype(np.float64)
+
+
+def uniform(seed: int, counter: int) -> float:
+    """A number in [0, 1) that looks random and depends on the two arguments alone.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014), SplitMix64.
+    """
+    mask = (1 << 64) - 1
+    z = _mix((seed ^ 0x5851F42D4C957F2D) & mask)
+    z = _mix((z + counter * 0x9E3779B97F4A7C15) & mask)
+    return (z >> 11) * 2.0**-53
+
+
+def _mix(z: int) -> int:
+    mask = (1 << 64) - 1
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+    return z ^ (z >> 31)
+
+
+def logprobs(logits: NDArray[np.float32], token: int, top: int) -> tuple[float, list[tuple[int, float]]]:
+    """The natural log probability of `token`, and those of the `top` most probable tokens.
+
+    logits:  float32 (n_vocab,)
+    """
+    peak = float(logits.max())
+    norm = peak + math.log(float(np.exp(logits - peak).sum(dtype=np.float64)))
+    best = [] if top == 0 else [(int(i), float(v) - norm) for i, v in zip(*_best(logits, top), strict=True)]
+    return float(logits[token]) - norm, best

@@ -1,0 +1,140 @@
+"""A reply while it is made: an iterator for threads and for event loops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from functools import partial
+from queue import Empty
+from types import TracebackType
+from typing import Self
+
+from edgert.generation import Generation
+from edgert.reply import Chunk, Progress, Reply
+
+
+class Stream:
+    """The pieces of one reply, by `for` or `async for`; the last one carries finish_reason and stats.
+
+    `cancel()` may be called from any thread: within one step a last piece with finish_reason "cancelled"
+    comes. Leaving the loop early and dropping or closing the stream ends the request as well.
+    """
+
+    def __init__(self, task: Generation, on_progress: Callable[[Progress], object] | None = None) -> None:
+        self._task = task
+        self._on_progress = on_progress
+        self._chunks: list[Chunk] = []
+        self._ended = False
+        self._event: asyncio.Event | None = None
+
+    @property
+    def seed(self) -> int:
+        """The seed in use."""
+        return self._task.sampler.seed
+
+    def cancel(self) -> None:
+        """Ends the request; what was generated so far stays readable."""
+        self._task.cancelled = True
+
+    def close(self) -> None:
+        """Ends the request and the iteration."""
+        self.cancel()
+        self._ended = True
+
+    async def aclose(self) -> None:
+        """As `close`."""
+        self.close()
+
+    def reply(self) -> Reply:
+        """Reads what is left and puts the whole reply together."""
+        for _ in self:
+            pass
+        return self._reply()
+
+    def __await__(self) -> Generator[object, None, Reply]:
+        async def whole() -> Reply:
+            async for _ in self:
+                pass
+            return self._reply()
+
+        return whole().__await__()
+
+    def _reply(self) -> Reply:
+        last = self._chunks[-1] if self._chunks else None
+        if last is None or last.finish_reason is None or last.stats is None:
+            raise ValueError("the stream was closed before its reply ended")
+        return Reply(
+            "".join(chunk.text for chunk in self._chunks),
+            [token for chunk in self._chunks for token in chunk.tokens],
+            last.finish_reason,
+            last.stats,
+            self.seed,
+            [score for chunk in self._chunks for score in chunk.logprobs],
+        )
+
+    def _take(self, item: object) -> Chunk | None:
+        """What the loop's user gets of an item of the queue."""
+        if isinstance(item, BaseException):
+            self._ended = True
+            raise item
+        if isinstance(item, Chunk):
+            self._ended = item.finish_reason is not None
+            self._chunks.append(item)
+            return item
+        if isinstance(item, Progress) and self._on_progress:
+            self._on_progress(item)
+        return None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Chunk:
+        while not self._ended:
+            if chunk := self._take(self._task.output.get()):
+                return chunk
+        raise StopIteration
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._event is None:
+            self._event = asyncio.Event()
+            self._task.wake = partial(_set, asyncio.get_running_loop(), self._event)
+        while not self._ended:
+            self._event.clear()
+            try:
+                item = self._task.output.get_nowait()
+            except Empty:
+                try:
+                    await self._event.wait()
+                except asyncio.CancelledError:
+                    self.cancel()
+                    raise
+                continue
+            if chunk := self._take(item):
+                return chunk
+        raise StopAsyncIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.cancel()
+
+
+def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    loop.call_soon_threadsafe(event.set)
