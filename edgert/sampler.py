@@ -43,6 +43,23 @@ class Sampler:
 
         Raises: EdgertError when the logits are not finite numbers.
         """
+        ids, share = self.distribution(logits, history)
+        if len(ids) == 1:
+            return int(ids[0])
+        total = np.cumsum(share)
+        drawn = np.searchsorted(total, uniform(self.seed, len(history)) * total[-1], side="right")
+        return int(ids[min(int(drawn), len(ids) - 1)])
+
+    def distribution(
+        self, logits: NDArray[np.float32], history: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The tokens that may come next, from the best to the worst, and their probabilities.
+
+        logits, history:  as in `sample`
+        returns:          int64 (k,) ids and float64 (k,) probabilities, k >= 1
+
+        Raises: as `sample`.
+        """
         if not math.isfinite(logits.sum()) and not np.isfinite(logits).all():
             raise EdgertError(
                 f"The model's output after {len(history)} tokens is not a finite number: "
@@ -51,16 +68,14 @@ class Sampler:
         if len(self._bias_ids) or self._penalised:
             logits = logits.copy()
             self._bend(logits, history)
-        best = int(logits.argmax())
+        best = logits.argmax()
         if logits[best] == -math.inf:
             raise RequestError("logit_bias", "forbids every token")
         if self.params.temperature == 0 or self.params.top_k == 1:
-            return best
+            return np.array([best]), np.ones(1)
         ids, kept = self._candidates(logits)
         weights = np.exp((kept - kept[0]) / self.params.temperature)
-        total = np.cumsum(weights)
-        drawn = np.searchsorted(total, uniform(self.seed, len(history)) * total[-1], side="right")
-        return int(ids[min(int(drawn), len(ids) - 1)])
+        return ids, weights / weights.sum()
 
     def _bend(self, logits: NDArray[np.float32], history: NDArray[np.int32]) -> None:
         """Applies bias and penalties in place."""

@@ -145,9 +145,7 @@ class FakeDecoder:
 class FakeTemplate:
     """role: content, a line for each message."""
 
-    def encode(
-        self, tokenizer: FakeTokenizer, messages: Sequence[Mapping[str, Any]], **kwargs: Any
-    ) -> list[int]:
+    def encode(self, tokenizer: FakeTokenizer, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
         text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
         return tokenizer.encode(text)
 
