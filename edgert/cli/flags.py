@@ -52,9 +52,7 @@ def model_flags(function: F) -> F:
             flag("-m", "--model", metavar="MODEL", help="The model; without it, smollm2."),
             flag("-c", "--ctx-size", type=click.IntRange(0), help="Context in tokens; 0: the model's."),
             flag("-t", "--threads", type=int, help="Threads; 0: as many as suit this machine."),
-            flag(
-                "--backend", help="Which engine runs it: auto, cpu, llama.", default="auto", show_default=True
-            ),
+            flag("--backend", help="Which engine runs it: auto, cpu, llama.", default="auto", show_default=True),
             flag(
                 "--chat-template",
                 metavar="TEMPLATE",

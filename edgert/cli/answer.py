@@ -1,0 +1,152 @@
+"""Shows an answer while it is made: thinking dimmed, control characters left out, progress, rates."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from edgert.cli.loading import ProgressLine
+
+if TYPE_CHECKING:
+    from edgert.reply import Progress, Stats
+    from edgert.stream import Stream
+
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+LONG_PROMPT = 128  # tokens to compute from which on a progress bar is shown
+
+# A model's text must not move the cursor, change the title or answer to the shell.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """The text without control characters other than tab and newline."""
+    return _CONTROL.sub("", text)
+
+
+class Painter:
+    """Dims a thinking block at the beginning of an answer, whose tags are not shown."""
+
+    _OPEN, _CLOSE = "<think>", "</think>"
+
+    def __init__(self) -> None:
+        self._state = "start"  # start -> thinking -> after -> text, or start -> text
+        self._held = ""
+
+    def push(self, piece: str) -> str:
+        """What to write now."""
+        text, self._held, shown = self._held + printable(piece), "", ""
+        if self._state == "start":
+            body = text.lstrip()
+            if body.startswith(self._OPEN):
+                self._state, text, shown = "thinking", body[len(self._OPEN) :].lstrip(), DIM
+            elif self._OPEN.startswith(body):
+                self._held = text
+                return ""
+            else:
+                self._state = "text"
+        if self._state == "thinking":
+            thought, closed, rest = text.partition(self._CLOSE)
+            if not closed:
+                keep = next((n for n in range(7, 0, -1) if text.endswith(self._CLOSE[:n])), 0)
+                self._held = text[len(text) - keep :]
+                return shown + text[: len(text) - keep]
+            shown += thought.rstrip("\n") + PLAIN + "\n\n"
+            self._state, text = "after", rest
+        if self._state == "after":
+            text = text.lstrip("\n")
+            if text:
+                self._state = "text"
+        return shown + text
+
+    def close(self) -> str:
+        """What is still to be written when the answer ends or is stopped."""
+        held, self._held = self._held, ""
+        return held + (PLAIN if self._state == "thinking" else "")
+
+
+class PromptProgress:
+    """`on_progress` of a request: a bar while a long prompt is read."""
+
+    def __init__(self, line: ProgressLine) -> None:
+        self._line = line
+
+    def __call__(self, progress: Progress) -> None:
+        todo = progress.total - progress.cache
+        if todo < LONG_PROMPT or progress.processed >= progress.total:
+            self._line.clear()
+            return
+        share = (progress.processed - progress.cache) / todo
+        filled = int(24 * share)
+        self._line.show(
+            f"reading the prompt {'█' * filled}{'░' * (24 - filled)} {100 * share:3.0f} %  "
+            f"{progress.processed}/{progress.total} tokens"
+        )
+
+
+@contextmanager
+def interrupts(cancel: Callable[[], None]) -> Iterator[None]:
+    """While the block runs, Ctrl+C calls `cancel` and the second one in a row interrupts as usual."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    calls = 0
+
+    def handler(number: int, frame: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise KeyboardInterrupt
+        cancel()
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Answer:
+    """What `show` has seen of an answer: sound at any moment, also after an error."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.stats: Stats | None = None
+
+
+def show(stream: Stream, line: ProgressLine, answer: Answer, styled: bool) -> None:
+    """Writes a stream to standard output as it comes; Ctrl+C stops it and keeps what came.
+
+    styled:  the output is a terminal: thinking is dimmed and control characters are left out
+    """
+    painter = Painter()
+    with interrupts(stream.cancel):
+        try:
+            for chunk in stream:
+                line.clear()
+                answer.text += chunk.text
+                answer.finish_reason, answer.stats = chunk.finish_reason, chunk.stats
+                sys.stdout.write(painter.push(chunk.text) if styled else chunk.text)
+                sys.stdout.flush()
+        finally:
+            line.clear()
+            if styled:
+                sys.stdout.write(painter.close())
+                sys.stdout.flush()
+
+
+def rates(stats: Stats) -> str:
+    """One line about a request."""
+    prompt = f"prompt {stats.prompt_n} tokens"
+    if stats.cache_n:
+        prompt += f" (+{stats.cache_n} from the cache)"
+    return (
+        f"{prompt} in {stats.prompt_ms / 1e3:.2f} s, {stats.prompt_per_second:.1f} tok/s; "
+        f"answer {stats.predicted_n} tokens in {stats.predicted_ms / 1e3:.2f} s, "
+        f"{stats.predicted_per_second:.1f} tok/s"
+    )

@@ -1,0 +1,192 @@
+"""`edgert chat`: the chat screen."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgert.cli.flags import flag, model_flags, request_of, sampling_flags
+from edgert.cli.loading import ProgressLine, load
+from edgert.errors import ContextFullError, EdgertError
+
+if TYPE_CHECKING:
+    from edgert.model import Model
+    from edgert.reply import Stats
+
+
+@click.command()
+@model_flags
+@flag("-sys", "--system", metavar="TEXT", help="A system message.")
+@sampling_flags
+@flag("-v", "--verbose", is_flag=True, help="Show the rates after each answer.")
+def command(system: str | None, verbose: bool, **flags: Any) -> None:
+    """Talks with a model in this terminal; without -m, with smollm2.
+
+    Write a message and press Enter; /? shows the commands, Ctrl+C stops an answer, Ctrl+D or /bye leaves.
+    When standard input is not a terminal, all of it is one message: the answer goes to standard output.
+    """
+    from edgert.conversation import Conversation
+
+    request = request_of(flags)
+    name = str(flags["model"] or "smollm2")
+    piped = None if sys.stdin.isatty() else sys.stdin.buffer.read().decode("utf-8", "replace")
+    if piped is not None and not piped.strip():
+        raise click.UsageError("Standard input is empty: there is nothing to answer.")
+    with load(flags) as model:
+        if model.template is None:
+            raise EdgertError(
+                f"{name} has no chat template: give one with --chat-template, or continue text with "
+                "`edgert run --no-chat`."
+            )
+        chat = Chat(model, Conversation(system, model=name), request, verbose)
+        if piped is not None:
+            chat.conversation.ask(piped)
+            if not chat.answer():
+                raise EdgertError("The message was not answered.")
+            return
+        chat.loop()
+
+
+class Chat:
+    """One conversation on the screen.
+
+    request:     fields of SamplingParams and Options that every answer asks for
+    attachment:  text of files to put before the next message
+    totals:      sums over all answers, by the names of `Stats`
+    """
+
+    def __init__(self, model: Model, conversation: Any, request: dict[str, Any], verbose: bool) -> None:
+        from edgert.cli.chat_commands import COMMANDS
+        from edgert.cli.terminal import Prompt, Terminal
+
+        self.model = model
+        self.conversation = conversation
+        self.request = request
+        self.verbose = verbose
+        self.attachment = ""
+        self.last: Stats | None = None
+        self.totals = dict.fromkeys(
+            ("answers", "cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "steps"), 0.0
+        )
+        self.sessions = data_folder() / "conversations"
+        self.prompt = Prompt(data_folder() / "history", [f"/{name}" for name in (*COMMANDS, "bye")])
+        self.terminal = Terminal()
+        self._line = ProgressLine()
+
+    def say(self, text: str) -> None:
+        """Prints something that the user asked for."""
+        from edgert.cli.answer import printable
+
+        click.echo(printable(text))
+
+    def note(self, text: str) -> None:
+        """Prints a remark, dimmed."""
+        click.secho(text, dim=True, err=not sys.stdout.isatty())
+
+    def describe(self) -> str:
+        """What model this is and what runs it."""
+        lines = [f"model    {self.conversation.model}", f"engine   {self.model.verdict}"]
+        lines += [f"         {name}: {value}" for name, value in self.model.verdict.details.items()]
+        lines.append(f"context  {self.model.n_ctx} tokens")
+        return "\n".join(lines)
+
+    def loop(self) -> None:
+        """Reads and answers until the user leaves."""
+        from edgert.cli.chat_commands import execute, split
+
+        with self.terminal:
+            self.note(f"{self.conversation.model} · {self.model.verdict}")
+            while True:
+                try:
+                    text = self.prompt.read()
+                except KeyboardInterrupt:
+                    self.note("Ctrl+D or /bye leaves.")
+                    continue
+                if text is None:
+                    return
+                if not text.strip():
+                    continue
+                try:
+                    parts = split(text) if text.startswith("/") else None
+                    if text.startswith("/") and parts is None:
+                        raise EdgertError(f"There is no command {text.split()[0]}: /? shows those there are.")
+                    if parts is not None:
+                        if not execute(self, *parts):
+                            return
+                        continue
+                    if self.attachment:
+                        text, self.attachment = f"{self.attachment}\n\n{text}", ""
+                    self.conversation.ask(text)
+                    self.answer()
+                except EdgertError as error:
+                    click.secho(" ".join(str(error).split()), fg="red", err=True)
+
+    def answer(self) -> bool:
+        """Answers the conversation's last message, and keeps what came of it; false when nothing came.
+
+        Raises: click.ClickException never; an error of the model is shown and the message taken back.
+        """
+        from edgert.cli.answer import Answer, PromptProgress, rates, show
+
+        answer, problem = Answer(), ""
+        styled = sys.stdout.isatty()
+        try:
+            with self.terminal.quiet():
+                stream = self.model.chat(
+                    self.conversation.messages(),
+                    True,
+                    on_progress=PromptProgress(self._line),
+                    **self.request,
+                )
+                show(stream, self._line, answer, styled)
+        except KeyboardInterrupt:
+            answer.finish_reason = "cancelled"
+        except ContextFullError as error:
+            problem = f"{error} /clear begins anew, /undo takes the last exchange back."
+        except EdgertError as error:
+            problem = str(error)
+        except Exception as error:
+            problem = f"The answer failed ({type(error).__name__}: {error})."
+        kept = False
+        try:
+            if answer.text and (styled or not answer.text.endswith("\n")):
+                click.echo()
+        finally:
+            kept = self.conversation.answer(answer.text)
+        if problem:
+            click.secho(" ".join(problem.split()), fg="red", err=True)
+        if answer.finish_reason == "cancelled":
+            self.note("Stopped." if kept else "Stopped before the answer began; the message is taken back.")
+        elif answer.finish_reason == "length":
+            self.note("The answer was cut: the context or the limit on its tokens (-n) is used up.")
+        elif not kept and not problem:
+            self.note("The model had nothing to say; the message is taken back.")
+        if answer.stats:
+            self._count(answer.stats)
+            if self.verbose:
+                self.note(f"{rates(answer.stats)}; context {self._used()} of {self.model.n_ctx}")
+        if styled:
+            click.echo()
+        return kept
+
+    def _used(self) -> int:
+        last = self.last
+        return last.cache_n + last.prompt_n + last.predicted_n if last else 0
+
+    def _count(self, stats: Stats) -> None:
+        self.last = stats
+        self.totals["answers"] += 1
+        self.totals["steps"] += max(stats.predicted_n - 1, 0)
+        for name, value in stats.as_dict().items():
+            if name in self.totals:
+                self.totals[name] += value
+
+
+def data_folder() -> Path:
+    """Where the chat keeps its history and saved conversations."""
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("edgert", appauthor=False))
