@@ -184,7 +184,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[EdgertError], str]] = {
     "heads of part": ("llama", {"llama.attention.head_count": 6}, ModelFileError, "embedding_length"),
     "too many heads": ("llama", {"llama.attention.head_count": 8}, UnsupportedFormatError, "a head has 16"),
     "odd heads": ("qwen3", {"qwen3.attention.key_length": 31}, ModelFileError, "key_length"),
-    "width": ("qwen3", {"qwen3.embedding_length": 256}, ModelFileError, r"attn_norm.weight.*\(128,\).*\(256,\)"),
+    "width": (
+        "qwen3",
+        {"qwen3.embedding_length": 256},
+        ModelFileError,
+        r"token_embd.weight.*\(384, 128\).*\(384, 256\)",
+    ),
     "ff": ("llama", {"llama.feed_forward_length": 256}, ModelFileError, r"ffn_gate.weight.*\(192, 128\)"),
     "value heads": ("qwen3", {"qwen3.attention.value_length": 16}, UnsupportedFormatError, "value_length"),
     "partial rotation": ("llama", {"llama.rope.dimension_count": 16}, UnsupportedFormatError, "dimension_count"),
