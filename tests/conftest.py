@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -53,10 +54,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     from tiny import write_tiny
 
     folder = tmp_path_factory.mktemp("tiny")
-    made: dict[str, Path] = {}
+    made: dict[bytes, Path] = {}
 
     def make(family: str, **options: Any) -> Path:
-        request = f"{family} {sorted(options.items(), key=lambda item: item[0])!r}"
+        request = pickle.dumps((family, sorted(options.items(), key=lambda item: item[0])))
         if request not in made:
             made[request] = write_tiny(folder / f"{len(made)}-{family}.gguf", family, **options)
         return made[request]

@@ -6,7 +6,7 @@ bias, scale or permutation changes the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,8 @@ def write_tiny(
         {name: w for name, w in (random | dict(weights or {})).items() if name not in set(omit)},
         keys | dict(metadata or {}),
         quant,
-        rng if weights is None else None,
+        rng,
+        given=weights or (),
     )
 
 
@@ -187,8 +188,12 @@ def write_gguf(
     metadata: Mapping[str, Any],
     quant: Type | Mapping[str, Type] = Type.F32,
     rng: np.random.Generator | None = None,
+    given: Container[str] = (),
 ) -> Path:
-    """Float32 weights to a file; types that gguf-py cannot quantize get random blocks, which takes an rng."""
+    """Float32 weights to a file; types that gguf-py cannot quantize get random blocks, which takes an rng.
+
+    given:  names of weights whose values count, so that random blocks cannot stand for them
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, family)
     for key, value in metadata.items():
@@ -197,7 +202,7 @@ def write_gguf(
     for name, weight in weights.items():
         kind = _type_of(name, quant) if weight.ndim > 1 else Type.F32
         if kind in RANDOM_BLOCKS:
-            if rng is None:
+            if rng is None or name in given:
                 raise ValueError(f"{name}: {kind.name} is written with random weights only")
             data = random_blocks(rng, kind, weight)
         else:

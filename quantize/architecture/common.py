@@ -167,9 +167,7 @@ def _n_vocab(keys: Keys) -> int:
         )
     stated = keys.integer("vocab_size", default=n_vocab)
     if stated != n_vocab:
-        log.warning(
-            "%s: %s is %d, and the model has %d", keys.file.path, keys.name("vocab_size"), stated, n_vocab
-        )
+        log.warning("%s: %s is %d, and the model has %d", keys.file.path, keys.name("vocab_size"), stated, n_vocab)
     return n_vocab
 
 
@@ -227,9 +225,7 @@ def _check_tensors(file: GGUFFile, architecture: Architecture) -> None:
         log.warning("%s: %d tensors are not used: %s", file.path, len(extra), shown)
 
 
-def _wrong_shape(
-    file: GGUFFile, name: str, found: tuple[int, ...], expected: tuple[int, ...]
-) -> ModelFileError:
+def _wrong_shape(file: GGUFFile, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> ModelFileError:
     return ModelFileError(
         f"{file.path}: the tensor {name!r} has the shape {found} and should have {expected} by the metadata; "
         "convert the model anew."

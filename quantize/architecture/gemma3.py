@@ -60,9 +60,7 @@ def _layers(keys: common.Keys, full: tuple[Layer, ...]) -> tuple[Layer, ...]:
         "neox",
     )
     local = Layer(rope, window)
-    return tuple(
-        local if is_local else layer for layer, is_local in zip(full, _pattern(keys, n_layer), strict=True)
-    )
+    return tuple(local if is_local else layer for layer, is_local in zip(full, _pattern(keys, n_layer), strict=True))
 
 
 def _pattern(keys: common.Keys, n_layer: int) -> list[bool]:

@@ -188,7 +188,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[EdgertError], str]] = {
         "qwen3",
         {"qwen3.embedding_length": 256},
         ModelFileError,
-        r"token_embd.weight.*\(384, 128\).*\(384, 256\)",
+        r"embd.weight.*\(384, 128\).*\(384, 256\)",
     ),
     "ff": ("llama", {"llama.feed_forward_length": 256}, ModelFileError, r"ffn_gate.weight.*\(192, 128\)"),
     "value heads": ("qwen3", {"qwen3.attention.value_length": 16}, UnsupportedFormatError, "value_length"),
