@@ -29,7 +29,8 @@ _DEFAULT_ALIGNMENT = 32
 # Far above any real model; a damaged count ends here instead of in minutes of work.
 _MAX_KEYS = 1 << 16
 _MAX_TENSORS = 1 << 17
-_MAX_STRINGS = 1 << 24  # elements of one array of strings
+_MAX_STRINGS = 1 << 22  # of all arrays together
+_MAX_HEADER = 1 << 27  # bytes before the weights
 _MAX_NAME = 65535  # bytes of a key or of a tensor's name
 _MAX_ALIGNMENT = 1 << 21  # a huge page
 _MAX_DIMS = 4
@@ -101,6 +102,8 @@ class Shard:
         try:
             self._map = _map(path, self._fd, self.n_bytes)
             self._position = 0
+            self._end = min(self.n_bytes, _MAX_HEADER)  # of what the methods below may claim
+            self._n_strings = 0
             self._parse()
         except BaseException:
             self.close()
@@ -142,10 +145,15 @@ class Shard:
     def _take(self, n: int, what: str) -> int:
         """Claims the next n bytes and returns where they begin."""
         start = self._position
-        if n > self.n_bytes - start:
-            raise self._cut_short(what, start + n)
+        if n > self._end - start:
+            raise self._too_long(what, start + n)
         self._position = start + n
         return start
+
+    def _too_long(self, what: str, needed: int) -> ModelFileError:
+        if needed > self.n_bytes:
+            return self._cut_short(what, needed)
+        return self._damaged(f"{what} reaches to byte {needed:,}, and no model's header to {_MAX_HEADER:,}")
 
     def _cut_short(self, what: str, needed: int) -> ModelFileError:
         return ModelFileError(
@@ -245,9 +253,7 @@ class Shard:
         if kind == _ARRAY:
             raise UnsupportedFormatError(f"{self.path}: the metadata key {key!r} is an array of arrays.")
         if kind != _BOOL and kind not in _SCALARS:
-            raise UnsupportedFormatError(
-                f"{self.path}: the array {key!r} has the unknown element type {kind}."
-            )
+            raise UnsupportedFormatError(f"{self.path}: the array {key!r} has the unknown element type {kind}.")
         dtype = np.dtype(np.uint8) if kind == _BOOL else np.dtype(_SCALARS[kind].format)
         start = self._take(n * dtype.itemsize, f"the array {key!r}")
         values = np.frombuffer(self._map, dtype, n, start).copy()
@@ -258,23 +264,25 @@ class Shard:
         return values
 
     def _strings(self, key: str, n: int) -> Strings:
-        if n > _MAX_STRINGS:
+        self._n_strings += n
+        if self._n_strings > _MAX_STRINGS:
             raise self._damaged(f"the array {key!r} announces {n:,} strings")
         begin = self._position
-        if n * 8 > self.n_bytes - begin:
-            raise self._cut_short(f"the array {key!r} of {n:,} strings", begin + n * 8)
-        data, unpack, position = self._map, _U64.unpack_from, begin
+        if n * 8 > self._end - begin:
+            raise self._too_long(f"the array {key!r} of {n:,} strings", begin + n * 8)
+        unpack, position = _U64.unpack_from, 0
         starts = array.array("Q")
-        try:
-            for _ in range(n):
-                length = unpack(data, position)[0]
-                position += 8
-                starts.append(position - begin)
-                position += length
-        except (struct.error, OverflowError):
-            raise self._cut_short(f"the array {key!r}", position + 8) from None
-        self._take(position - begin, f"the array {key!r}")
-        return Strings(data[begin:position], starts)
+        with memoryview(self._map) as whole, whole[begin : self._end] as data:
+            try:
+                for _ in range(n):
+                    length = unpack(data, position)[0]
+                    position += 8
+                    starts.append(position)
+                    position += length
+            except (struct.error, OverflowError):
+                raise self._too_long(f"the array {key!r}", begin + position + 8) from None
+        self._take(position, f"the array {key!r}")
+        return Strings(self._map[begin : begin + position], starts)
 
     def _alignment(self) -> int:
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
@@ -289,9 +297,7 @@ class Shard:
         name = self._name(f"the name of tensor {index + 1} of {n_tensors}")
         n_dims = self._u32(f"the number of dimensions of tensor {name!r}")
         if not 1 <= n_dims <= _MAX_DIMS:
-            raise self._damaged(
-                f"the tensor {name!r} has {n_dims:,} dimensions, and 1 to {_MAX_DIMS} are possible"
-            )
+            raise self._damaged(f"the tensor {name!r} has {n_dims:,} dimensions, and 1 to {_MAX_DIMS} are possible")
         dims = [self._u64(f"the shape of tensor {name!r}") for _ in range(n_dims)]
         kind = self._u32(f"the type of tensor {name!r}")
         offset = self._u64(f"the offset of tensor {name!r}")
@@ -359,7 +365,6 @@ def _map(path: Path, fd: int, size: int) -> mmap.mmap:
         raise ModelFileError(f"{path} is not a GGUF file; it is {file_kind.describe(head, size)}.")
     if size < _HEADER_BYTES:
         raise ModelFileError(
-            f"{path} is incomplete: it has {size} bytes, and the header alone has {_HEADER_BYTES}; "
-            "download it again."
+            f"{path} is incomplete: it has {size} bytes, and the header alone has {_HEADER_BYTES}; download it again."
         )
     return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
