@@ -37,7 +37,7 @@ CATALOGUE: dict[str, Entry] = {
         ),
         Entry(
             "gemma3",
-            "Gemma3-270M-it Q4_K_M",
+            "Gemma3-270M Q4_K_M",
             "Gemma terms of use",
             253_113_024,
             "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",

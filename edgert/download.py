@@ -214,9 +214,7 @@ def _attempt(
         etag = response.headers.get("ETag") or ""
         total = 0
         if have and response.status == 206:
-            span = re.fullmatch(
-                r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "").strip()
-            )
+            span = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "").strip())
             if (
                 not span
                 or int(span[1]) != have

@@ -144,9 +144,7 @@ def _scan_ollama() -> Iterator[tuple[str, Path]]:
             try:
                 layers = json.loads(manifest.read_bytes())["layers"]
                 digest = next(
-                    str(layer["digest"])
-                    for layer in layers
-                    if str(layer["mediaType"]).endswith("image.model")
+                    str(layer["digest"]) for layer in layers if str(layer["mediaType"]).endswith("image.model")
                 )
             except (OSError, ValueError, KeyError, TypeError, StopIteration):
                 continue
@@ -187,9 +185,7 @@ def pull_from_hub(rest: str, progress: Callable[[str, int, int], None] | None = 
     """
     repo, _, quant = rest.partition(":")
     if not _REPO.fullmatch(repo):
-        raise DownloadError(
-            f"{rest!r} does not name a repository: write hf:owner/repo or hf:owner/repo:Q4_K_M."
-        )
+        raise DownloadError(f"{rest!r} does not name a repository: write hf:owner/repo or hf:owner/repo:Q4_K_M.")
     import huggingface_hub
 
     try:
@@ -207,8 +203,7 @@ def pull_from_hub(rest: str, progress: Callable[[str, int, int], None] | None = 
         wanted = [f for f in sorted(files) if f.startswith(chosen[: shard.start()]) and _SHARD.search(f)]
     try:
         paths = [
-            Path(huggingface_hub.hf_hub_download(repo, f, tqdm_class=_progress_class(f, progress)))
-            for f in wanted
+            Path(huggingface_hub.hf_hub_download(repo, f, tqdm_class=_progress_class(f, progress))) for f in wanted
         ]
     except Exception as error:
         raise DownloadError(f"{chosen} of hf:{repo} could not be fetched ({_first_line(error)}).") from error

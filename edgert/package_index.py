@@ -27,9 +27,7 @@ ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+ht
 def normalize(package: str) -> str:
     """The name under which an index lists a package. Source: PEP 503."""
     if not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?", package):
-        raise DownloadError(
-            f"{package!r} is not the name of a package: use letters, digits, '-', '_' and '.'."
-        )
+        raise DownloadError(f"{package!r} is not the name of a package: use letters, digits, '-', '_' and '.'.")
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
@@ -90,10 +88,7 @@ class PipSettings:
             extra_index_urls=several("extra-index-url"),
             find_links=several("find-links"),
             no_index=values.get("no-index", "").strip().lower() in ("1", "true", "yes", "on", "y", "t"),
-            cert=values.get("cert")
-            or environ.get("REQUESTS_CA_BUNDLE")
-            or environ.get("CURL_CA_BUNDLE")
-            or "",
+            cert=values.get("cert") or environ.get("REQUESTS_CA_BUNDLE") or environ.get("CURL_CA_BUNDLE") or "",
             client_cert=values.get("client-cert", ""),
             proxy=values.get("proxy", ""),
             trusted_hosts=frozenset(several("trusted-host")),
@@ -355,17 +350,13 @@ class PackageIndex:
                     f"The package {package} could not be looked up ({'; '.join(failures)}): "
                     "check the connection and pip's index settings, then try again."
                 )
-            raise DownloadError(
-                f"No wheel of {package} is in the index that pip is configured for: check the name."
-            )
+            raise DownloadError(f"No wheel of {package} is in the index that pip is configured for: check the name.")
         return max(wheels, key=lambda file: (file.version == version, _order(file.version)))
 
     def _linked(self, place: str) -> list[IndexFile]:
         """The files of one of pip's --find-links: a folder, a page, or one file."""
         path = Path(
-            urllib.request.url2pathname(urllib.parse.urlsplit(place).path)
-            if place.startswith("file:")
-            else place
+            urllib.request.url2pathname(urllib.parse.urlsplit(place).path) if place.startswith("file:") else place
         )
         if place.startswith(("http://", "https://")):
             try:

