@@ -205,9 +205,7 @@ def _memory_limit(root: Path) -> tuple[int, int]:
         if not limit.isdecimal() or int(limit) >= _UNLIMITED:
             continue
         stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
-        cached = sum(
-            int(stat.get(f"total_{name}", stat.get(name, "0"))) for name in ("active_file", "inactive_file")
-        )
+        cached = sum(int(stat.get(f"total_{name}", stat.get(name, "0"))) for name in ("active_file", "inactive_file"))
         net = max(0, int(used) - cached) if used.isdecimal() else 0
         if int(limit) - net < tightest[0] - tightest[1]:
             tightest = (int(limit), net)

@@ -1,0 +1,1 @@
+"""Bits and floats: GGUF files, number formats, architectures. It imports nothing of backends or devices."""

@@ -20,9 +20,7 @@ from edgert.quantize.gguf_shard import Shard, Strings
 
 T = TypeVar("T")
 
-_SHARD_NAME = re.compile(
-    r"(?P<stem>.*)-(?P<number>\d{5,})-of-(?P<count>\d{5,})(?P<suffix>\.[^.]*)?", re.DOTALL
-)
+_SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5,})-of-(?P<count>\d{5,})(?P<suffix>\.[^.]*)?", re.DOTALL)
 _REQUIRED: Any = object()
 
 
@@ -143,9 +141,7 @@ class GGUFFile:
                         f"The tensor {info.name!r} is both in {self.tensors[info.name].path} and in "
                         f"{shard.path}: the parts do not belong together; download them again."
                     )
-                self.tensors[info.name] = Tensor(
-                    info.name, info.shape, info.format, info.offset, info.n_bytes, shard
-                )
+                self.tensors[info.name] = Tensor(info.name, info.shape, info.format, info.offset, info.n_bytes, shard)
 
     @classmethod
     def open(cls, path: str | Path) -> GGUFFile:
@@ -190,9 +186,7 @@ class GGUFFile:
         """
         if key not in self.metadata:
             if default is _REQUIRED:
-                raise ModelFileError(
-                    f"{self.path}: the metadata lacks the key {key!r}; convert the model anew."
-                )
+                raise ModelFileError(f"{self.path}: the metadata lacks the key {key!r}; convert the model anew.")
             return default
         value = self.metadata[key]
         if kind is float and type(value) is int:
@@ -278,9 +272,7 @@ def _sibling_paths(path: Path, number: int, count: int) -> list[Path]:
     missing = [p.name for p in paths if not p.exists()]
     if missing:
         names = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise ModelFileError(
-            f"{here}, and {names} is missing in {path.parent}: download it to the same folder."
-        )
+        raise ModelFileError(f"{here}, and {names} is missing in {path.parent}: download it to the same folder.")
     return paths
 
 
