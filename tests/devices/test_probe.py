@@ -204,8 +204,7 @@ GIB = 1 << 30
             | {
                 "sys/fs/cgroup/memory/box/memory.limit_in_bytes": str(GIB),
                 "sys/fs/cgroup/memory/box/memory.usage_in_bytes": "3000",
-                "sys/fs/cgroup/memory/box/memory.stat": "active_file 1\n"
-                "total_active_file 7\ntotal_inactive_file 3\n",
+                "sys/fs/cgroup/memory/box/memory.stat": "active_file 1\ntotal_active_file 7\ntotal_inactive_file 3\n",
             },
             (GIB, 2990),
         ),
