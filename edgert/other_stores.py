@@ -90,7 +90,7 @@ def choose(filenames: list[str], quant: str = "") -> str | None:
 
 
 def _has_quant(filename: str, quant: str) -> bool:
-    pattern = rf"(^|[-._/]){re.escape(quant)}(?=[-._/]|$)"
+    pattern = rf"(^|[-._/]){re.escape(quant)}(?=[-./]|$)"
     return re.search(pattern, filename.removesuffix(".gguf"), re.IGNORECASE) is not None
 
 

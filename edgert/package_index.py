@@ -179,6 +179,7 @@ class Client:
     def __init__(self, settings: PipSettings | None = None) -> None:
         self.settings = settings or PipSettings(index_url="")
         self._openers: dict[bool, urllib.request.OpenerDirector] = {}
+        self._credentials: dict[tuple[str, str], tuple[str, str]] = {}  # by scheme and host, as given before
 
     def _opener(self, trusted: bool) -> urllib.request.OpenerDirector:
         if trusted not in self._openers:
@@ -219,6 +220,10 @@ class Client:
         """The response to a GET. Raises: OSError (urllib.error.HTTPError and URLError are such)."""
         url, credentials = _split_credentials(url)
         parts = urllib.parse.urlsplit(url)
+        place = (parts.scheme, parts.netloc)
+        if credentials:
+            self._credentials[place] = credentials
+        credentials = credentials or self._credentials.get(place)
         if parts.scheme not in ("http", "https", "file"):
             raise urllib.error.URLError(f"scheme {parts.scheme!r} is not supported")
         request = urllib.request.Request(url, headers={"User-Agent": "edgert", **(headers or {})})

@@ -100,8 +100,8 @@ def resolve(
             return stored
         if text in CATALOGUE:
             return pull(text, progress=progress) if download else _not_here(text)
-    path = Path(text).expanduser()
     if paths and text and "\0" not in text:
+        path = Path(os.path.expanduser(text))
         if path.is_file():
             return path
         if path.is_dir():
