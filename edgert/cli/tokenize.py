@@ -1,0 +1,60 @@
+"""`edgert tokenize`: the tokens of a text."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+from edgert.cli.flags import flag, json_flag
+from edgert.errors import RequestError
+
+
+@click.command()
+@flag("-m", "--model", required=True, metavar="MODEL", help="A model, or a vocabulary-only GGUF file.")
+@click.option("-p", "--prompt", metavar="TEXT", help="The text; without it, standard input is read.")
+@click.option(
+    "--no-special",
+    is_flag=True,
+    help="Put no begin token first, and leave names of control tokens in the text what they are: text.",
+)
+@json_flag
+def command(model: str, prompt: str | None, no_special: bool, as_json: bool) -> None:
+    """Prints the token ids of a text, one line.
+
+    As llama-tokenize does, the begin token comes first where the model wants one, and names of control tokens
+    such as <|im_end|> become these tokens; --no-special turns both off, and that is how edgert treats what
+    users type. --json adds the text of each token, and its bytes where they are not UTF-8 alone.
+    """
+    from edgert import store
+    from edgert.quantize.gguf_file import GGUFFile
+    from edgert.tokenizer import Tokenizer
+
+    path = store.resolve(model)
+    with GGUFFile.open(path) as file:
+        tokenizer = Tokenizer.from_gguf(file)
+    text = _stdin() if prompt is None else prompt
+    ids = tokenizer.encode(text, add_special=not no_special, parse_special=not no_special)
+    if not as_json:
+        click.echo(" ".join(map(str, ids)))
+        return
+    tokens = []
+    for token in ids:
+        piece = tokenizer.piece(token)
+        try:
+            tokens.append({"id": token, "piece": piece.decode()})
+        except UnicodeDecodeError:
+            tokens.append({"id": token, "piece": list(piece)})
+    click.echo(json.dumps({"model": model, "n_tokens": len(ids), "tokens": tokens}, ensure_ascii=False))
+
+
+def _stdin() -> str:
+    """Standard input, every byte of it: no line end is changed or taken away."""
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            "standard input", f"is not UTF-8 at byte {error.start}: convert the text first, or use -p"
+        ) from None
