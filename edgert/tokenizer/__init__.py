@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _SPACE = "▁"
 _CACHED_WORDS = 1 << 16
 _CACHED_LENGTH = 64  # characters; longer words are rare and not kept
+_BUILT: WeakKeyDictionary[GGUFFile, Tokenizer] = WeakKeyDictionary()
 _MARKER = re.compile("<[|｜].*[|｜]>", re.DOTALL)
 
 
@@ -43,7 +45,7 @@ class Tokenizer:
         self.n_vocab = len(v.tokens)
         self.bos_id, self.eos_id, self.eot_id, self.unk_id = v.bos_id, v.eos_id, v.eot_id, v.unk_id
         self.end_ids = v.end_ids
-        self.add_bos, self.add_eos, self.add_space_prefix = v.add_bos, v.add_eos, v.add_space_prefix
+        self.add_bos, self.add_space_prefix = v.add_bos, v.add_space_prefix
         self._pieces: list[bytes | None] = [None] * self.n_vocab
         self._texts: list[bytes | None] = [None] * self.n_vocab
         self._hidden = (v.types == CONTROL) | (v.types == UNKNOWN)
@@ -62,11 +64,14 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> Tokenizer:
-        """Builds the tokenizer of a file, which may be closed afterwards.
+        """The tokenizer of a file, which may be closed afterwards; built once for each open file.
 
         Raises: ModelFileError that names the key; UnsupportedFormatError for other kinds of tokenizers.
         """
-        return cls(Vocabulary.from_gguf(file))
+        built = _BUILT.get(file)
+        if built is None:
+            built = _BUILT[file] = cls(Vocabulary.from_gguf(file))
+        return built
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """The ids of a text.
@@ -139,7 +144,7 @@ class Tokenizer:
             borders = [len(_mended(text[:border])) for border in borders]
             text = _mended(text)
         out: list[int] = []
-        prefix = self.add_space_prefix and self._escaped
+        prefix = self.add_space_prefix
         start = 0
         first = True  # of the text, or behind a special token
         for begin, end, token in self._specials.find(text, borders, parse_special):
@@ -148,7 +153,7 @@ class Tokenizer:
             out.append(token)
             first = True
             start = end
-            if self.vocabulary.rstrip and token != self.bos_id:
+            if token in self.vocabulary.rstrip:
                 while start < len(text) and text[start].isspace():
                     start += 1
         if start < len(text):
@@ -314,18 +319,25 @@ def _score_ranks(v: Vocabulary, ids: dict[bytes, int]) -> dict[bytes, int]:
 
 def _word_pattern(ids: dict[bytes, int]) -> re.Pattern[str]:
     """Cuts before each space, where no token reaches across, so that words can be merged one by one."""
-    across: set[str] = set()
-    space = _SPACE.encode()
-    joined = b"\0".join(ids)
-    for match in re.finditer(rb"(?<!\0)(?<!^)(?<!" + space + rb")" + space, joined):
-        begin = joined.rfind(b"\0", 0, match.start()) + 1
-        end = joined.find(b"\0", match.start())
-        token = joined[begin : end if end >= 0 else len(joined)].decode("utf-8", "replace")
+    across = set()
+    for token in _with_inner_space(ids):
         for at in range(1, len(token)):
             if token[at] == _SPACE and token[:at].strip(_SPACE):
                 across.add(f"(?<={re.escape(token[:at])})(?={re.escape(token[at:])}){_SPACE}")
     inner = "|".join([f"[^{_SPACE}]+", *sorted(across)])
     return re.compile(f"{_SPACE}*(?:{inner})+|{_SPACE}+")
+
+
+def _with_inner_space(ids: dict[bytes, int]) -> set[str]:
+    """Tokens in which a space stands behind another character; few vocabularies have any."""
+    joined = b"\0" + b"\0".join(ids) + b"\0"
+    data = np.frombuffer(joined, np.uint8)
+    one, two, three = _SPACE.encode()
+    space = (data[:-2] == one) & (data[1:-1] == two) & (data[2:] == three)
+    at = np.flatnonzero(space)
+    inner = at[(data[at - 1] != 0) & ~space[at - 3]]
+    cuts = ((joined.rfind(b"\0", 0, i) + 1, joined.find(b"\0", i)) for i in inner.tolist())
+    return {joined[begin:end].decode("utf-8", "replace") for begin, end in cuts}
 
 
 def _crosses(borders: Sequence[int], begin: int, end: int) -> bool:

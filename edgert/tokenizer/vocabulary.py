@@ -73,7 +73,7 @@ class Vocabulary:
     merges:    `left right`, the most important first, BPE only
     rule:      how text is cut into words, BPE only
     end_ids:   tokens after which the model has nothing more to say
-    rstrip:    control tokens that swallow the white space behind them (Phi-3)
+    rstrip:    special tokens that swallow the white space behind them (Phi-3's)
     """
 
     model: str
@@ -89,9 +89,8 @@ class Vocabulary:
     unk_id: int | None
     end_ids: frozenset[int]
     add_bos: bool
-    add_eos: bool
     add_space_prefix: bool
-    rstrip: bool
+    rstrip: frozenset[int]
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> Vocabulary:
@@ -105,56 +104,74 @@ class Vocabulary:
                 f"{file.path} has a tokenizer of the kind {model!r} (tokenizer.ggml.model), "
                 f"and edgert knows {', '.join(f'{name} ({kind})' for name, kind in MODELS.items())}."
             )
+        spm = model == "llama"
         tokens = _strings(file, "tokenizer.ggml.tokens")
         n = len(tokens)
         if not n:
             raise ModelFileError(f"{file.path}: tokenizer.ggml.tokens is empty; convert the model anew.")
         types = _numbers(file, "tokenizer.ggml.token_type", n, np.int32)
-        if types is None:
-            types = np.full(n, NORMAL, np.int32)
-        spm = model == "llama"
-        scores = _numbers(file, "tokenizer.ggml.scores", n, np.float32) if spm else None
+        types = np.full(n, NORMAL, np.int32) if types is None else types
         rule = None if spm else _rule(file, "gemma4" if model == "gemma4" else None)
-        ids = {
-            name: _token_id(file, f"tokenizer.ggml.{name}_token_id", n)
-            for name in ("bos", "eos", "eot", "eom", "unknown")
-        }
-        if model == "gpt2" and ids["bos"] is None and ids["eos"] is None and n > 11:
-            ids["bos"] = ids["eos"] = 11  # GGUF's oldest BPE files (Falcon) do not say
-        elif spm and ids["bos"] is None and ids["eos"] is None and n > 2:
-            ids["unknown"], ids["bos"], ids["eos"] = 0, 1, 2
-        types = types.copy()
-        all_ids = _first_ids(tokens)
-        _warn_of_oddities(file, tokens, all_ids)
-        end = {i for i in (ids["eos"], ids["eot"], ids["eom"]) if i is not None}
-        markers = _present(END_MARKERS, all_ids)
-        for text, i in (markers | _present(END_WORDS, all_ids)).items():
-            if text in END_MARKERS or types[i] == CONTROL:
-                types[i] = CONTROL
-                end.add(i)
-        if {"<|return|>", "<|call|>"} <= markers.keys() or {"<|calls|>", "<|flush|>"} <= markers.keys():
-            end.discard(markers.get("<|end|>", -1))  # there it only ends a part of the answer
-        turns = [i for text, i in markers.items() if text != "<|endoftext|>"]
-        name = str(file.metadata.get("general.name", "")).lower()
+        named = _named_ids(file, n, spm)
+        ids = _first_ids(tokens)
+        _warn_of_oddities(file, tokens, ids)
+        end_ids, eot_id = _end_ids(named, ids, types)
+        rstrip = _rstrip(file, ids, types)
         return cls(
-            model,
-            tokens,
-            _ordinary(tokens, all_ids, types, model == "gpt2"),
-            types,
-            scores,
-            None if spm else _strings(file, "tokenizer.ggml.merges"),
-            rule,
-            ids["bos"],
-            ids["eos"],
-            ids["eot"] if ids["eot"] is not None else min(turns, default=None),
-            ids["unknown"],
-            frozenset(end),
-            ids["bos"] is not None
+            model=model,
+            tokens=tokens,
+            ids=_ordinary(tokens, ids, types, model == "gpt2"),
+            types=types,
+            scores=_numbers(file, "tokenizer.ggml.scores", n, np.float32) if spm else None,
+            merges=None if spm else _strings(file, "tokenizer.ggml.merges"),
+            rule=rule,
+            bos_id=named["bos"],
+            eos_id=named["eos"],
+            eot_id=eot_id,
+            unk_id=named["unknown"],
+            end_ids=end_ids,
+            add_bos=named["bos"] is not None
             and file.get("tokenizer.ggml.add_bos_token", bool, spm or bool(rule and rule.add_bos)),
-            ids["eos"] is not None and file.get("tokenizer.ggml.add_eos_token", bool, False),
-            file.get("tokenizer.ggml.add_space_prefix", bool, spm),
-            "phi-3" in name or "phi3" in name,
+            add_space_prefix=spm and file.get("tokenizer.ggml.add_space_prefix", bool, True),
+            rstrip=rstrip,
         )
+
+
+def _named_ids(file: GGUFFile, n: int, spm: bool) -> dict[str, int | None]:
+    ids = {
+        name: _token_id(file, f"tokenizer.ggml.{name}_token_id", n) for name in ("bos", "eos", "eot", "eom", "unknown")
+    }
+    if ids["bos"] is None and ids["eos"] is None:  # what the oldest files meant without saying it
+        if spm and n > 2:
+            ids |= {"unknown": 0, "bos": 1, "eos": 2}
+        elif not spm and n > 11:
+            ids |= {"bos": 11, "eos": 11}
+    return ids
+
+
+def _end_ids(
+    named: dict[str, int | None], ids: dict[bytes, int], types: NDArray[np.int32]
+) -> tuple[frozenset[int], int | None]:
+    """All tokens that end an answer, and the one that ends a turn; marks them as control tokens in `types`."""
+    end = {i for i in (named["eos"], named["eot"], named["eom"]) if i is not None}
+    markers = {text: ids[text.encode()] for text in END_MARKERS if text.encode() in ids}
+    words = {text: ids[text.encode()] for text in END_WORDS if text.encode() in ids}
+    types[list(markers.values())] = CONTROL
+    end.update(markers.values(), (i for i in words.values() if types[i] == CONTROL))
+    if {"<|return|>", "<|call|>"} <= markers.keys() or {"<|calls|>", "<|flush|>"} <= markers.keys():
+        end.discard(markers.get("<|end|>", -1))  # there it only ends a part of the answer
+    turns = [i for text, i in markers.items() if text != "<|endoftext|>"]
+    return frozenset(end), named["eot"] if named["eot"] is not None else min(turns, default=None)
+
+
+def _rstrip(file: GGUFFile, ids: dict[bytes, int], types: NDArray[np.int32]) -> frozenset[int]:
+    """Phi-3's special tokens swallow white space; its files do not say so, but by their name."""
+    name = str(file.metadata.get("general.name", "")).lower()
+    if "phi-3" not in name and "phi3" not in name:
+        return frozenset()
+    plain = {ids.get(text) for text in (b"<unk>", b"<s>", b"<|endoftext|>")}
+    special = np.flatnonzero(np.isin(types, (UNKNOWN, CONTROL, USER_DEFINED)))
+    return frozenset(special.tolist()) - plain
 
 
 def _first_ids(tokens: list[bytes]) -> dict[bytes, int]:
@@ -163,10 +180,6 @@ def _first_ids(tokens: list[bytes]) -> dict[bytes, int]:
     if len(ids) != len(tokens):
         ids = dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
     return ids
-
-
-def _present(texts: frozenset[str], ids: dict[bytes, int]) -> dict[str, int]:
-    return {text: ids[text.encode()] for text in texts if text.encode() in ids}
 
 
 def _ordinary(
