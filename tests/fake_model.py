@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-import os
+import json
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from edgert.backends.base import Verdict
@@ -90,6 +91,8 @@ class FakeModel:
         if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
             raise RequestError("messages", "must alternate user and assistant")
         self.calls.append((messages, params))
+        if "params" in messages[-1]["content"]:
+            return FakeStream([json.dumps(params)], 0.0)
         return self._answer(messages[-1]["content"], on_progress)
 
     def generate(self, prompt: str, stream: bool = False, **params: Any) -> FakeStream:
@@ -102,10 +105,10 @@ class FakeModel:
             raise ContextFullError(5000, self.n_ctx)
         if "crash" in text:
             return FakeStream(["half an ", RuntimeError("the engine is gone")], 0.05)
-        if "die" in text:
-            os.kill(os.getpid(), 15)
         if "count" in text:
             return FakeStream([f"{i} " for i in range(2000)], 0.02)
+        if "slow" in text:
+            return FakeStream([f"{i} " for i in range(15)], 0.05)
         if "silent" in text:
             return FakeStream([""] * 2000, 0.02)
         if "think" in text:
@@ -120,8 +123,15 @@ def main() -> None:
     from edgert import cli
     from edgert.cli import loading
 
-    edgert.load = lambda *_, **__: FakeModel()  # type: ignore[assignment, return-value]
-    loading.model_path = lambda name: __import__("pathlib").Path(name or "smollm2")
+    def load(path: Path, **options: Any) -> FakeModel:
+        model = FakeModel()
+        model.verdict = Verdict("auto", "cpu", "a fake", json.dumps(options, sort_keys=True))
+        if "bare" in path.name:
+            model.template = None
+        return model
+
+    edgert.load = load  # type: ignore[assignment]
+    loading.model_path = lambda name: Path(name or "smollm2")
     cli.main()
 
 

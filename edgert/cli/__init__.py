@@ -33,6 +33,14 @@ VERBS = {
 class LazyGroup(click.Group):
     """A group whose commands are modules `edgert.cli.VERB`, each with a click command named `command`."""
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # The reader left; what is still buffered must not raise again when Python exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise click.exceptions.Exit(141) from None  # as a shell reports SIGPIPE
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [verb for verb in VERBS if importlib.util.find_spec(f"edgert.cli.{verb}")]
 
@@ -87,10 +95,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130
-    except BrokenPipeError:
-        # The reader left; what is still buffered must not raise again when Python exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except EdgertError as error:
         return _fail(str(error))
     except MemoryError:

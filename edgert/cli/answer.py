@@ -142,11 +142,8 @@ def show(stream: Stream, line: ProgressLine, answer: Answer, styled: bool) -> No
 
 def rates(stats: Stats) -> str:
     """One line about a request."""
-    prompt = f"prompt {stats.prompt_n} tokens"
-    if stats.cache_n:
-        prompt += f" (+{stats.cache_n} from the cache)"
+    cached = f" + {stats.cache_n} cached" if stats.cache_n else ""
     return (
-        f"{prompt} in {stats.prompt_ms / 1e3:.2f} s, {stats.prompt_per_second:.1f} tok/s; "
-        f"answer {stats.predicted_n} tokens in {stats.predicted_ms / 1e3:.2f} s, "
-        f"{stats.predicted_per_second:.1f} tok/s"
+        f"prompt {stats.prompt_n}{cached} tokens, {stats.prompt_per_second:.1f} tok/s · "
+        f"answer {stats.predicted_n} tokens, {stats.predicted_per_second:.1f} tok/s"
     )

@@ -167,7 +167,7 @@ class Chat:
         if answer.stats:
             self._count(answer.stats)
             if self.verbose:
-                self.note(f"{rates(answer.stats)}; context {self._used()} of {self.model.n_ctx}")
+                self.note(f"{rates(answer.stats)} · context {self._used()}/{self.model.n_ctx}")
         if styled:
             click.echo()
         return kept

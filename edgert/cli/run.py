@@ -75,7 +75,7 @@ def command(
         if verbose and answer.stats:
             click.echo(rates(answer.stats), err=True)
         if answer.finish_reason == "cancelled":
-            raise KeyboardInterrupt
+            raise click.exceptions.Exit(130)
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
