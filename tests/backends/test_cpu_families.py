@@ -24,7 +24,7 @@ FORMATS = (*FLOATS, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, *K_QU
 FORCED = os.environ.get("EDGERT_ISA")
 ISAS = [FORCED] if FORCED else isa.available()[1:] or isa.available()  # the best one runs everything else
 BLOCKS_OF_256 = {"n_embd": 256, "n_head": 4, "head_dim": 64, "n_ff": 512}
-LENGTH = 100
+LENGTH = 150  # two whole windows of the engine's wide kernels, and a rest
 TOKENS = np.random.default_rng(11).integers(0, 384, LENGTH).tolist()
 OTHERS = np.random.default_rng(12).integers(0, 384, (3, LENGTH)).tolist()
 
@@ -144,7 +144,7 @@ def test_variants(variant: str, tiny_model: Callable[..., Path], open_cpu: Open)
     check_against_reference(open_cpu(path, n_seq_max=2), path, Type.Q4_0)
 
 
-@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 99, 100, 101])
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 149])
 def test_windows(window: int, tiny_model: Callable[..., Path], open_cpu: Open) -> None:
     """A window of every size around those of tiles and blocks, read at once, in chunks and token by token."""
     path = tiny_model("gemma3", quant=Type.Q8_0, window=window)
@@ -163,13 +163,13 @@ def model_path(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) 
 SAME = 0.01  # another order of sums, another kernel: rounding, never another answer
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 63, 64, 65, 99])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 128, 129])
 def test_chunks(chunk: int, model_path: Path, open_cpu: Open) -> None:
     backend = open_cpu(model_path, n_seq_max=2)
     assert distance(feed(backend, TOKENS, chunk, sequence=1), feed(backend, TOKENS)) < SAME
 
 
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65])
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129])
 def test_prefill_then_decode(length: int, model_path: Path, open_cpu: Open) -> None:
     backend = open_cpu(model_path, n_seq_max=2)
     whole = feed(backend, TOKENS, sequence=1)
@@ -192,7 +192,7 @@ def test_only_wanted_logits(model_path: Path, open_cpu: Open) -> None:
 
 def test_sequences_share_a_batch(model_path: Path, open_cpu: Open) -> None:
     """Sequences of different lengths, interleaved token by token and as runs, answer as if alone."""
-    texts = [TOKENS[:41], OTHERS[0][:7], OTHERS[1][:64], OTHERS[2][:1]]
+    texts = [TOKENS[:141], OTHERS[0][:7], OTHERS[1][:64], OTHERS[2][:1]]
     alone = open_cpu(model_path, n_seq_max=4)
     expected = [feed(alone, text, sequence=i) for i, text in enumerate(texts)]
     entries = [(i, p) for i, text in enumerate(texts) for p in range(len(text))]
@@ -203,10 +203,10 @@ def test_sequences_share_a_batch(model_path: Path, open_cpu: Open) -> None:
         logits = backend.forward(Batch(tokens, sequences, positions, np.ones(len(order), bool))).copy()
         for i in range(len(texts)):
             assert distance(logits[sequences == i], expected[i]) < SAME
-        assert [backend.length(i) for i in range(4)] == [41, 7, 64, 1]
+        assert [backend.length(i) for i in range(4)] == [141, 7, 64, 1]
         # one decode step of all of them beside a prefill of a freed one
         backend.free(3)
-        step = [(0, 41, OTHERS[0][50]), (1, 7, OTHERS[0][51]), (2, 64, OTHERS[0][52])]
+        step = [(0, 141, OTHERS[0][50]), (1, 7, OTHERS[0][51]), (2, 64, OTHERS[0][52])]
         step += [(3, p, TOKENS[p]) for p in range(20)]
         sequences, positions, tokens = np.array(step, np.int32).T
         logits = backend.forward(Batch(tokens, sequences, positions, np.ones(len(step), bool))).copy()
@@ -217,18 +217,18 @@ def test_sequences_share_a_batch(model_path: Path, open_cpu: Open) -> None:
         assert distance(logits[3:], feed(fresh, TOKENS[:20], sequence=3)) < SAME
 
 
-@pytest.mark.parametrize("length", [1, 16, 31, 32, 33, 50, 63, 64, 65, 80])
+@pytest.mark.parametrize("length", [1, 16, 31, 32, 33, 50, 63, 64, 65, 100, 127, 128, 129, 140])
 def test_fork(length: int, model_path: Path, open_cpu: Open) -> None:
     """The copy and the original go on independently of each other."""
     backend = open_cpu(model_path, n_seq_max=4)
-    feed(backend, TOKENS[:80])
+    feed(backend, TOKENS[:140])
     backend.fork(0, 1, length)
-    assert (backend.length(0), backend.length(1)) == (80, length)
+    assert (backend.length(0), backend.length(1)) == (140, length)
     other = feed(backend, OTHERS[0][:20], position=length, sequence=1)
-    own = feed(backend, TOKENS[80:], position=80)
+    own = feed(backend, TOKENS[140:], position=140)
     expected = feed(backend, TOKENS[:length] + OTHERS[0][:20], sequence=2)[length:]
     assert distance(other, expected) < SAME
-    assert distance(own, feed(backend, TOKENS, sequence=3)[80:]) < SAME
+    assert distance(own, feed(backend, TOKENS, sequence=3)[140:]) < SAME
     backend.free(0)
     more = feed(backend, OTHERS[1][:5], position=length + 20, sequence=1)
     backend.free(3)
@@ -236,10 +236,10 @@ def test_fork(length: int, model_path: Path, open_cpu: Open) -> None:
     assert distance(more, whole[-5:]) < SAME
 
 
-@pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 64, 79])
+@pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 64, 100, 128, 139])
 def test_truncate(length: int, model_path: Path, open_cpu: Open) -> None:
     backend = open_cpu(model_path, n_seq_max=2)
-    feed(backend, TOKENS[:80])
+    feed(backend, TOKENS[:140])
     backend.truncate(0, length)
     assert backend.length(0) == length
     again = feed(backend, OTHERS[0][:20], position=length)
@@ -249,7 +249,7 @@ def test_truncate(length: int, model_path: Path, open_cpu: Open) -> None:
 
 def test_freed_memory_serves_again(model_path: Path, open_cpu: Open) -> None:
     """Fill, free and fill the cache many times over; nothing of an old text remains."""
-    backend = open_cpu(model_path, n_seq_max=2, n_ctx=128)
+    backend = open_cpu(model_path, n_seq_max=2, n_ctx=160)
     expected = feed(backend, TOKENS)
     for _ in range(10):
         backend.free(0)
