@@ -1,0 +1,419 @@
+"""llama.cpp behind the waist, by llama-cpp-python's low-level API: the same batches, another engine.
+
+The package is an extra (`edgert[gpu]`); importing this module does not load it, making a `LlamaBackend` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import re
+import sys
+from os import fspath
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.backends import llama_check
+from edgert.backends.base import Backend, Batch, Verdict
+from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, ModelFileError
+
+if TYPE_CHECKING:
+    from edgert.quantize.gguf_file import GGUFFile
+
+log = logging.getLogger(__name__)
+log.addHandler(logging.NullHandler())
+
+INSTALL = "pip install 'edgert[gpu]'"
+FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}
+
+# ggml's levels debug, info, warn, error; 5 continues the previous line. Its warnings are no failures.
+_LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
+_BUFFER = re.compile(r"(\S+)\s+(model|KV|compute|output|RS) buffer size\s*=\s*([\d.]+) MiB")
+
+
+class _Log:
+    """Receives llama.cpp's log, passes it to `logging` line by line and keeps what a load reported."""
+
+    def __init__(self) -> None:
+        self.pending = ""
+        self.level = logging.DEBUG
+        self.lines: list[str] = []
+        self.errors: list[str] = []
+
+    def write(self, level: int, text: bytes) -> None:
+        if level != 5:
+            self.level = _LEVELS.get(level, logging.DEBUG)
+        self.pending += text.decode("utf-8", "replace")
+        *lines, self.pending = self.pending.split("\n")
+        for line in filter(None, lines):
+            if self.level >= logging.ERROR:
+                self.errors.append(line)
+            self.lines.append(line)
+            log.log(self.level, "%s", line)
+        del self.lines[:-2000]
+
+    def clear(self) -> None:
+        self.lines.clear()
+        self.errors.clear()
+
+
+_log = _Log()
+_library: ModuleType | None = None
+_callback: Any = None  # llama.cpp keeps a bare pointer to it
+_amx: bool | None = None  # None: no model was loaded yet, so that llama.cpp has not asked for AMX
+
+
+def library() -> ModuleType:
+    """llama_cpp's low-level module, initialised once.
+
+    Raises: BackendUnavailableError when the package is absent or its library cannot be loaded.
+    """
+    global _library, _callback
+    if _library is None:
+        try:
+            package = importlib.import_module("llama_cpp")
+            module = importlib.import_module("llama_cpp.llama_cpp")
+        except ModuleNotFoundError as error:
+            if error.name is None or not error.name.startswith("llama_cpp"):
+                raise
+            raise BackendUnavailableError(f"llama-cpp-python is not installed: {INSTALL}") from error
+        except (OSError, RuntimeError) as error:
+            raise BackendUnavailableError(
+                f"llama-cpp-python is installed but its library does not load ({error}): "
+                f"build it again with {INSTALL} --force-reinstall --no-binary llama-cpp-python"
+            ) from error
+        _callback = module.llama_log_callback(lambda level, text, _: _log.write(level, text))
+        module.llama_log_set(_callback, ctypes.c_void_p(0))
+        module.llama_backend_init()
+        module.edgert_version = getattr(package, "__version__", "unknown")
+        _library = module
+    return _library
+
+
+def version() -> str:
+    """The version of llama-cpp-python."""
+    return str(library().edgert_version)  # type: ignore[attr-defined]
+
+
+def system_info() -> str:
+    """What llama.cpp was compiled for and found here."""
+    return str(library().llama_print_system_info().decode()).strip(" |")
+
+
+class LlamaBackend(Backend):
+    """A model run by llama.cpp.
+
+    The cells of the cache are one pool for all sequences, so that a fork of any length shares them.
+    """
+
+    def __init__(
+        self,
+        model: GGUFFile | str | Path,
+        *,
+        n_ctx: int = 0,
+        n_threads: int = 1,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        n_seq_max: int = 1,
+        flash_attn: str = "auto",
+        type_k: str = "f16",
+        type_v: str = "f16",
+        swa_full: bool = True,
+        use_extra_bufts: bool | None = None,
+        requested: str = "llama",
+    ) -> None:
+        """Loads the model.
+
+        model:            a validated file, or a path that is validated first
+        n_ctx:            positions that one sequence may have; 0 is the model's own
+        n_threads:        threads for prefill and decode
+        n_batch:          most tokens of one forward; n_ubatch: of one pass over the layers
+        flash_attn:       "on", "off", or "auto"
+        swa_full:         whole cache for layers with a window, so that truncate reaches back any length
+        use_extra_bufts:  let llama.cpp keep weights in layouts of its own (repack, AMX); None: those that work here
+
+        Raises: BackendUnavailableError, ModelFileError, DoesNotFitError; ValueError for a wrong option.
+        """
+        for name, value, known in (
+            ("flash_attn", flash_attn, FLASH_ATTENTION),
+            ("type_k", type_k, KV_TYPES),
+            ("type_v", type_v, KV_TYPES),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; it is one of {', '.join(known)}")
+        self._model: Any = None
+        self._context: Any = None
+        self._llama = llama = library()
+        path = _validated(model)
+        _log.clear()
+
+        params = llama.llama_model_default_params()
+        params.n_gpu_layers = 0
+        params.use_extra_bufts = use_extra_bufts is not False
+        with contextlib.nullcontext() if use_extra_bufts is not None else _amx_guard(path):
+            self._model = llama.llama_model_load_from_file(path.encode(), params)
+        if not self._model:
+            reason = _log.errors[-1] if _log.errors else "no reason in its log"
+            raise ModelFileError(f"llama.cpp does not load {path}: {reason}")
+        self._vocab = llama.llama_model_get_vocab(self._model)
+
+        n_ctx = n_ctx or int(llama.llama_model_n_ctx_train(self._model))
+        n_batch = min(n_batch, n_ctx)
+        options = llama.llama_context_default_params()
+        options.n_ctx = n_ctx * n_seq_max
+        options.n_batch = n_batch
+        options.n_ubatch = min(n_ubatch, n_batch)
+        options.n_seq_max = n_seq_max
+        options.n_threads = options.n_threads_batch = n_threads
+        options.flash_attn_type = FLASH_ATTENTION[flash_attn]
+        options.type_k, options.type_v = KV_TYPES[type_k], KV_TYPES[type_v]
+        options.swa_full = swa_full
+        options.kv_unified = True
+        options.no_perf = True
+        options.offload_kqv = False
+        self._context = llama.llama_init_from_model(self._model, options)
+        if not self._context:
+            reason = _log.errors[-1] if _log.errors else "no reason in its log"
+            self.close()
+            raise DoesNotFitError(
+                f"llama.cpp has no memory for a context of {n_ctx} positions ({reason}): "
+                "choose a smaller -c/--ctx-size."
+            )
+        self._memory = llama.llama_get_memory(self._context)
+
+        self.n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
+        self.n_ctx = n_ctx
+        self.n_batch = n_batch
+        self.n_seq_max = n_seq_max
+        self.capabilities = frozenset({"fork", "truncate"})
+        self.verdict = Verdict(
+            requested=requested,
+            backend="llama",
+            device="CPU",
+            reason=f"llama-cpp-python {version()}, {n_threads} threads",
+            details={
+                "system_info": system_info(),
+                "flash_attn": flash_attn,
+                "n_ubatch": str(options.n_ubatch),
+                "type_k": type_k,
+                "type_v": type_v,
+                "buffers": ", ".join(f"{where} {what} {size} MiB" for where, what, size in _buffers()),
+                **({"amx": "off: this build of llama.cpp fails with it"} if _amx is False else {}),
+            },
+        )
+        self._buffers = _buffers()
+        self._lengths = [0] * n_seq_max
+        self._make_batch(n_batch)
+        self._view_address = 0
+        self._view_rows = 0
+        self._view = np.empty((0, self.n_vocab), np.float32)
+
+    def _make_batch(self, n_batch: int) -> None:
+        """Arrays that llama.cpp reads in place, one llama_batch that points to them."""
+        self._tokens = np.zeros(n_batch, np.int32)
+        self._positions = np.zeros(n_batch, np.int32)
+        self._counts = np.ones(n_batch, np.int32)
+        self._sequences = np.zeros(n_batch, np.int32)
+        first = self._sequences.ctypes.data
+        self._pointers = np.arange(first, first + 4 * n_batch, 4, dtype=np.uintp)
+        self._wanted = np.zeros(n_batch, np.int8)
+        fields = dict(self._llama.llama_batch._fields_)
+        self._batch = self._llama.llama_batch(
+            n_tokens=0,
+            token=ctypes.cast(self._tokens.ctypes.data, fields["token"]),
+            embd=None,
+            pos=ctypes.cast(self._positions.ctypes.data, fields["pos"]),
+            n_seq_id=ctypes.cast(self._counts.ctypes.data, fields["n_seq_id"]),
+            seq_id=ctypes.cast(self._pointers.ctypes.data, fields["seq_id"]),
+            logits=ctypes.cast(self._wanted.ctypes.data, fields["logits"]),
+        )
+
+    def forward(self, batch: Batch) -> NDArray[np.float32]:
+        self._check_open()
+        n = len(batch)
+        if not n:
+            return self._view[:0]
+        ends = self._check(batch)
+        self._tokens[:n] = batch.tokens
+        self._positions[:n] = batch.positions
+        self._sequences[:n] = batch.sequences
+        self._wanted[:n] = batch.wanted
+        self._batch.n_tokens = n
+        status = self._llama.llama_decode(self._context, self._batch)
+        if status:
+            for sequence in ends:
+                self._llama.llama_memory_seq_rm(self._memory, sequence, self._lengths[sequence], -1)
+            if status == 1:
+                raise DoesNotFitError(
+                    f"The cache of {self.n_ctx * self.n_seq_max} positions has no room for {n} more tokens: "
+                    "free a sequence or load the model with a larger -c/--ctx-size."
+                )
+            reason = _log.errors[-1] if _log.errors else "no reason in its log"
+            raise EdgertError(f"llama.cpp failed with status {status} on a batch of {n} tokens: {reason}")
+        for sequence, end in ends.items():
+            self._lengths[sequence] = end
+        rows = int(np.count_nonzero(batch.wanted))
+        return self._logits(rows) if rows else self._view[:0]
+
+    def _check(self, batch: Batch) -> dict[int, int]:
+        """Each sequence's length after the batch."""
+        n = len(batch)
+        if n > self.n_batch:
+            raise ValueError(f"a batch of {n} tokens; n_batch is {self.n_batch}")
+        if not (n == len(batch.sequences) == len(batch.positions) == len(batch.wanted)):
+            raise ValueError("tokens, sequences, positions and wanted differ in length")
+        if n == 1:
+            token, sequence, position = int(batch.tokens[0]), int(batch.sequences[0]), int(batch.positions[0])
+            self._check_range(token, token, sequence, sequence)
+            self._check_run(sequence, position, position)
+            return {sequence: position + 1}
+        lowest, highest = int(batch.sequences.min()), int(batch.sequences.max())
+        self._check_range(int(batch.tokens.min()), int(batch.tokens.max()), lowest, highest)
+        ends = {}
+        for sequence in range(lowest, highest + 1):
+            positions = batch.positions[batch.sequences == sequence] if lowest < highest else batch.positions
+            if not len(positions):
+                continue
+            first, last = int(positions[0]), int(positions[-1])
+            if not np.array_equal(positions, np.arange(first, first + len(positions))):
+                raise ValueError(f"positions of sequence {sequence} are not consecutive")
+            self._check_run(sequence, first, last)
+            ends[sequence] = last + 1
+        return ends
+
+    def _check_range(self, low_token: int, high_token: int, low_sequence: int, high_sequence: int) -> None:
+        if low_token < 0 or high_token >= self.n_vocab:
+            raise ValueError(f"token ids {low_token}..{high_token}; the vocabulary has {self.n_vocab}")
+        if low_sequence < 0 or high_sequence >= self.n_seq_max:
+            raise ValueError(f"sequences {low_sequence}..{high_sequence}; n_seq_max is {self.n_seq_max}")
+
+    def _check_run(self, sequence: int, first: int, last: int) -> None:
+        if first != self._lengths[sequence]:
+            raise ValueError(
+                f"sequence {sequence} has {self._lengths[sequence]} positions; the batch starts at {first}"
+            )
+        if last >= self.n_ctx:
+            raise ValueError(f"position {last} of sequence {sequence}; n_ctx is {self.n_ctx}")
+
+    def _logits(self, rows: int) -> NDArray[np.float32]:
+        """llama.cpp's own output buffer seen as (rows, n_vocab), not copied."""
+        pointer = self._llama.llama_get_logits(self._context)
+        address = ctypes.cast(pointer, ctypes.c_void_p).value
+        if not address:
+            raise EdgertError("llama.cpp returned no logits")
+        if address != self._view_address or rows > self._view_rows:
+            buffer = (ctypes.c_float * (rows * self.n_vocab)).from_address(address)
+            self._view = np.frombuffer(buffer, np.float32).reshape(rows, self.n_vocab)
+            self._view_address, self._view_rows = address, rows
+        return self._view[:rows]
+
+    def length(self, sequence: int) -> int:
+        self._check_open()
+        return self._lengths[sequence]
+
+    def fork(self, source: int, target: int, length: int) -> None:
+        self._check_open()
+        if self._lengths[target]:
+            raise ValueError(f"sequence {target} is not empty")
+        if not 0 <= length <= self._lengths[source]:
+            raise ValueError(f"sequence {source} has {self._lengths[source]} positions, not {length}")
+        self._llama.llama_memory_seq_cp(self._memory, source, target, 0, length)
+        self._lengths[target] = length
+
+    def truncate(self, sequence: int, length: int) -> None:
+        self._check_open()
+        if length < 0:
+            raise ValueError(f"length is {length}")
+        if length >= self._lengths[sequence]:
+            return
+        if not self._llama.llama_memory_seq_rm(self._memory, sequence, length, -1):
+            raise ValueError(f"llama.cpp cannot cut sequence {sequence} to {length} positions")
+        if length and self._llama.llama_memory_seq_pos_min(self._memory, sequence) > 0:
+            self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+            self._lengths[sequence] = 0
+            raise ValueError(f"the window's cache no longer holds what precedes position {length}: load with swa_full")
+        self._lengths[sequence] = length
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held, as llama.cpp reported them at load; weights as the model's tensors add up to."""
+        self._check_open()
+        sizes = {"weights": int(self._llama.llama_model_size(self._model)), "kv": 0, "buffers": 0}
+        for _, what, size in self._buffers:
+            if what != "model":
+                sizes["kv" if what == "KV" else "buffers"] += int(float(size) * (1 << 20))
+        return sizes
+
+    def facts(self) -> dict[str, Any]:
+        """llama.cpp's own words for the model: description, bytes of all tensors, parameters."""
+        self._check_open()
+        text = ctypes.create_string_buffer(256)
+        self._llama.llama_model_desc(self._model, text, len(text))
+        return {
+            "model_type": text.value.decode("utf-8", "replace"),
+            "model_size": int(self._llama.llama_model_size(self._model)),
+            "model_n_params": int(self._llama.llama_model_n_params(self._model)),
+        }
+
+    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Ids by llama.cpp's own tokenizer, to check ours against."""
+        self._check_open()
+        data = text.encode()
+        ids = (ctypes.c_int32 * (len(data) + 8))()
+        n = self._llama.llama_tokenize(self._vocab, data, len(data), ids, len(ids), add_special, parse_special)
+        if n < 0:
+            raise EdgertError(f"llama.cpp cannot tokenize a text of {len(data)} bytes")
+        return list(ids[:n])
+
+    def set_threads(self, n_threads: int) -> None:
+        """Changes the number of threads for what follows."""
+        self._check_open()
+        self._llama.llama_set_n_threads(self._context, n_threads, n_threads)
+
+    def _check_open(self) -> None:
+        if self._context is None:
+            raise ValueError("the backend is closed")
+
+    def close(self) -> None:
+        # The view points into memory that goes away now.
+        self._view = np.empty((0, 0), np.float32)
+        if self._context:
+            self._llama.llama_free(self._context)
+        if self._model:
+            self._llama.llama_model_free(self._model)
+        self._context = self._model = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_model", None):
+            self.close()
+
+
+def _buffers() -> list[tuple[str, str, str]]:
+    return [match.groups() for line in _log.lines if (match := _BUFFER.search(line))]  # type: ignore[misc]
+
+
+def _amx_guard(model: str) -> contextlib.AbstractContextManager[None]:
+    """What the first load happens in, so that llama.cpp does not choose AMX kernels that fail."""
+    global _amx
+    if _amx is None:
+        _amx = True
+        if sys.platform == "linux" and "AMX_INT8 = 1" in system_info():
+            kernels = Path(library().__file__ or "").parent / "lib" / "libggml-cpu.so"
+            _amx = not kernels.exists() or llama_check.amx_works(kernels, model)
+    return contextlib.nullcontext() if _amx else llama_check.amx_refused()
+
+
+def _validated(model: GGUFFile | str | Path) -> str:
+    """The path of a file whose structure our reader has checked; llama.cpp trusts what it reads."""
+    if isinstance(model, str | Path):
+        from edgert.quantize.gguf_file import GGUFFile
+
+        with GGUFFile.open(model) as file:
+            return fspath(file.path)
+    return fspath(model.path)

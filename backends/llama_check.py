@@ -1,0 +1,117 @@
+"""Whether llama.cpp's AMX kernels work here; where they do not, they are kept from being chosen.
+
+llama.cpp built by a GCC older than 12.4, 13.3 or 14 loads an AMX tile configuration of which only the first
+8 bytes are written, and the process dies of SIGSEGV in its first prefill (ggml-org/llama.cpp issue 20824,
+GCC bug 114098). So the kernels are tried once for each build, in a process of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+TIMEOUT = 120.0  # seconds
+_TRY = """
+import sys
+import numpy as np
+from edgert.backends.base import Batch
+from edgert.backends.llama import LlamaBackend
+rows = []
+for extra in (False, True):
+    backend = LlamaBackend(sys.argv[1], n_ctx=64, n_threads=1, use_extra_bufts=extra)
+    tokens = np.arange(32) * 7919 % backend.n_vocab
+    rows.append(backend.forward(Batch.of(tokens, 0, wanted="all")).astype(np.float64))
+    backend.close()
+a, b = (row - row.mean(1, keepdims=True) for row in rows)
+print("cosine", float((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum())))
+"""
+
+
+def amx_works(library: Path, model: str) -> bool:
+    """Whether a prefill through AMX gives what the plain kernels give; found once for a build, then remembered.
+
+    library:  the file of llama.cpp's CPU kernels
+    model:    path of a sound model to try it with
+    """
+    facts = library.stat()
+    key = f"{library}:{facts.st_size}:{facts.st_mtime_ns}"
+    known = _known()
+    if key not in known:
+        known[key] = _try(model)
+        _remember(known)
+    return bool(known[key])
+
+
+def _try(model: str) -> bool:
+    if getattr(sys, "frozen", False):
+        return False  # no interpreter to try it in
+    try:
+        process = subprocess.run(
+            [sys.executable, "-c", _TRY, model], capture_output=True, text=True, timeout=TIMEOUT, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.warning("The AMX kernels of llama.cpp could not be tried (%s): they stay unused.", error)
+        return False
+    words = process.stdout.split()
+    works = process.returncode == 0 and len(words) == 2 and float(words[1]) > 0.9
+    if not works:
+        log.info("AMX kernels of llama.cpp: status %s, %s", process.returncode, process.stdout.strip())
+    return works
+
+
+def _file() -> Path:
+    import platformdirs
+
+    root = os.environ.get("EDGERT_CACHE") or platformdirs.user_cache_dir("edgert")
+    return Path(root) / "llama-amx.json"
+
+
+def _known() -> dict[str, bool]:
+    try:
+        known = json.loads(_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _remember(known: dict[str, bool]) -> None:
+    path = _file()
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(known), encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        log.info("%s cannot be written (%s): llama.cpp is tried again next time.", path, error)
+
+
+class _SignalStack(ctypes.Structure):
+    _fields_ = [("pointer", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+
+@contextlib.contextmanager
+def amx_refused() -> Iterator[None]:
+    """While it lasts, Linux refuses AMX to this process, so that llama.cpp takes its next best kernels.
+
+    The kernel grants AMX only when every alternate signal stack could hold the tiles; this one could not.
+    llama.cpp asks once, at its first load. Source: Documentation/arch/x86/xstate.rst.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    memory = ctypes.create_string_buffer(4096)
+    small = _SignalStack(ctypes.addressof(memory), 0, len(memory))
+    before = _SignalStack()
+    if libc.sigaltstack(ctypes.byref(small), ctypes.byref(before)):
+        raise OSError(ctypes.get_errno(), "sigaltstack")
+    try:
+        yield
+    finally:
+        libc.sigaltstack(ctypes.byref(before), None)
