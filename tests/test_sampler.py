@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgert.backends.cpu.isa import available, select
+from edgert.backends.cpu.sampling import SampleKernel
 from edgert.errors import EdgertError, RequestError
 from edgert.options import Options, SamplingParams
 from edgert.sampler import Sampler, logprobs, uniform
@@ -20,6 +22,14 @@ NOTHING = np.empty(0, np.int32)
 
 def row(n: int, seed: int = 0, scale: float = 3.0) -> Any:
     return (np.random.default_rng(seed).standard_normal(n) * scale).astype(np.float32)
+
+
+@pytest.fixture(scope="module", params=["numpy", "kernel", "portable kernel"])
+def kernel(request: pytest.FixtureRequest) -> SampleKernel | None:
+    """Each way to sample: NumPy, the kernel for this processor, the kernel for any processor."""
+    if request.param == "numpy":
+        return None
+    return SampleKernel(select("portable" if request.param.startswith("portable") else available()[0]))
 
 
 def plain(logits: Any, history: Any, p: SamplingParams) -> tuple[list[int], list[float]]:
@@ -106,24 +116,28 @@ def test_a_request_overrides_the_models_defaults_which_override_ours() -> None:
 # The chain
 
 
+CHAINS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0, 0.3, 0.8, 1.5, 50]),
+    top_k=st.sampled_from([0, 1, 2, 40, 1000]),
+    top_p=st.sampled_from([0, 0.1, 0.5, 0.95, 1]),
+    min_p=st.sampled_from([0, 0.05, 0.5, 1]),
+    repeat_penalty=st.sampled_from([1.0, 1.1, 1.5, 0.5]),
+    repeat_last_n=st.sampled_from([-1, 0, 1, 5, 64]),
+    presence_penalty=st.sampled_from([0, 0.5, -1]),
+    frequency_penalty=st.sampled_from([0, 0.25, -0.5]),
+    logit_bias=st.dictionaries(st.integers(0, 1), st.sampled_from([-100.0, 1.0, 5.0])),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     n=st.integers(2, 700),
     seed=st.integers(0, 10**6),
     scale=st.sampled_from([0.0, 0.1, 1.0, 5.0]),
     ties=st.booleans(),
-    params=st.builds(
-        SamplingParams,
-        temperature=st.sampled_from([0, 0.3, 0.8, 1.5, 50]),
-        top_k=st.sampled_from([0, 1, 2, 40, 1000]),
-        top_p=st.sampled_from([0, 0.1, 0.5, 0.95, 1]),
-        min_p=st.sampled_from([0, 0.05, 0.5, 1]),
-        repeat_penalty=st.sampled_from([1.0, 1.1, 1.5, 0.5]),
-        repeat_last_n=st.sampled_from([-1, 0, 1, 5, 64]),
-        presence_penalty=st.sampled_from([0, 0.5, -1]),
-        frequency_penalty=st.sampled_from([0, 0.25, -0.5]),
-        logit_bias=st.dictionaries(st.integers(0, 1), st.sampled_from([-100.0, 1.0, 5.0])),
-    ),
+    params=CHAINS,
 )
 def test_the_chain_equals_a_plain_reading(n: int, seed: int, scale: float, ties: bool, params: SamplingParams) -> None:
     logits = row(n, seed, scale)
@@ -138,6 +152,42 @@ def test_the_chain_equals_a_plain_reading(n: int, seed: int, scale: float, ties:
         assert abs(len(ids) - len(want_ids)) <= np.count_nonzero(np.isclose(share, share[-1], rtol=1e-4))
     else:
         np.testing.assert_allclose(share, want_share, rtol=1e-3)
+
+
+@pytest.mark.parametrize("isa", ["portable", *(name for name in available() if name != "portable")])
+def test_the_kernel_chooses_what_numpy_chooses(isa: str) -> None:
+    kernel, n_checked = SampleKernel(select(isa)), 0
+
+    @settings(max_examples=500, deadline=None)
+    @given(
+        n=st.integers(2, 3000),
+        seed=st.integers(0, 10**6),
+        scale=st.sampled_from([0.0, 0.1, 1.0, 5.0]),
+        ties=st.booleans(),
+        params=CHAINS,
+    )
+    def check(n: int, seed: int, scale: float, ties: bool, params: SamplingParams) -> None:
+        nonlocal n_checked
+        logits = row(n, seed, scale)
+        if ties:
+            logits = np.round(logits)
+        history = np.random.default_rng(seed).integers(0, n, seed % 200).astype(np.int32)
+        before = logits.copy()
+        reference, sampler = Sampler(params, n), Sampler(params, n, kernel=kernel)
+        token = sampler.sample(logits, history)
+        assert (logits == before).all()
+        ids, share = reference.distribution(logits, history)
+        # rounding may move a border by equals, or a draw to a neighbour in the order of ids
+        if token != reference.sample(logits, history):
+            order = np.sort(ids)
+            place, drawn = (np.searchsorted(order, t) for t in (token, reference.sample(logits, history)))
+            near_tie = np.count_nonzero(np.isclose(share, share[-1], rtol=1e-4))
+            assert abs(place - drawn) <= 1 or near_tie > 1
+            n_checked -= 1
+        n_checked += 1
+
+    check()
+    assert n_checked > 450
 
 
 @pytest.mark.parametrize(
@@ -200,45 +250,55 @@ def test_the_repeat_penalty_counts_a_token_once() -> None:
     np.testing.assert_array_equal(once[1], often[1])
 
 
-def test_greedy_takes_the_lowest_id_among_equals() -> None:
+def test_greedy_takes_the_lowest_id_among_equals(kernel: SampleKernel | None) -> None:
     logits = np.zeros(100, np.float32)
     logits[[60, 40, 80]] = 5
-    sampler = Sampler(SamplingParams(temperature=0, seed=1), 100)
+    sampler = Sampler(SamplingParams(temperature=0, seed=1), 100, kernel=kernel)
     assert {sampler.sample(logits, np.zeros(i, np.int32)) for i in range(20)} == {40}
 
 
-def test_a_ban_and_a_bias() -> None:
+def test_a_ban_and_a_bias(kernel: SampleKernel | None) -> None:
     logits = row(100)
     best = int(logits.argmax())
-    assert Sampler(SamplingParams(temperature=0, logit_bias={best: False}), 100).sample(logits, NOTHING) != best
-    assert Sampler(SamplingParams(temperature=0, logit_bias={"3": 100}), 100).sample(logits, NOTHING) == 3  # type: ignore[dict-item]
+
+    def choose(bias: Any, banned: Any = ()) -> int:
+        params = SamplingParams(temperature=0, logit_bias=bias)
+        return Sampler(params, 100, banned, kernel).sample(logits, NOTHING)
+
+    assert choose({}) == best
+    assert choose({best: False}) == choose({}, [best]) == np.argsort(logits)[-2]
+    assert choose({"3": 100}) == 3
     with pytest.raises(RequestError, match="token 100 is outside the vocabulary of 100"):
-        Sampler(SamplingParams(logit_bias={100: 1}), 100)
+        choose({100: 1})
     with pytest.raises(RequestError, match="every token"):
-        Sampler(SamplingParams(), 100, range(100)).sample(logits, NOTHING)
+        choose({}, range(100))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0, 0.8])
-def test_logits_that_are_not_finite_are_an_error(value: float, temperature: float) -> None:
+@pytest.mark.parametrize("place", [0, 777, 999])
+def test_logits_that_are_not_finite_are_an_error(
+    value: float, temperature: float, place: int, kernel: SampleKernel | None
+) -> None:
     logits = row(1000)
-    logits[777] = value
+    logits[place] = value
+    sampler = Sampler(SamplingParams(temperature=temperature), 1000, kernel=kernel)
     with pytest.raises(EdgertError, match="after 3 tokens is not a finite number"):
-        Sampler(SamplingParams(temperature=temperature), 1000).sample(logits, np.zeros(3, np.int32))
+        sampler.sample(logits, np.zeros(3, np.int32))
 
 
-def test_huge_logits_are_fine() -> None:
+def test_huge_logits_are_fine(kernel: SampleKernel | None) -> None:
     logits = row(100, scale=1e37)
-    assert Sampler(SamplingParams(), 100).sample(logits, NOTHING) == logits.argmax()
+    assert Sampler(SamplingParams(), 100, kernel=kernel).sample(logits, NOTHING) == logits.argmax()
 
 
 # The draw
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 0}, {"top_k": 0, "top_p": 1, "min_p": 0, "temperature": 1.5}])
-def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
+def test_draws_follow_the_distribution(params: dict[str, Any], kernel: SampleKernel | None) -> None:
     logits, n_draws = row(60, 5, 1.5), 20_000
-    sampler = Sampler(SamplingParams(seed=11, **params), 60)
+    sampler = Sampler(SamplingParams(seed=11, **params), 60, kernel=kernel)
     ids, share = sampler.distribution(logits, NOTHING)
     histories = np.zeros(n_draws, np.int32)
     draws = np.bincount([sampler.sample(logits, histories[:i]) for i in range(n_draws)], minlength=60)
@@ -247,11 +307,11 @@ def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
     assert chi2 < len(ids) + 5 * math.sqrt(2 * len(ids))
 
 
-def test_the_seed_repeats_a_run_and_no_seed_does_not() -> None:
+def test_the_seed_repeats_a_run_and_no_seed_does_not(kernel: SampleKernel | None) -> None:
     logits = row(5000)
 
     def run(seed: int | None) -> tuple[int, ...]:
-        sampler = Sampler(SamplingParams(temperature=1.5, top_k=0, top_p=1, seed=seed), 5000)
+        sampler = Sampler(SamplingParams(temperature=1.5, top_k=0, top_p=1, seed=seed), 5000, kernel=kernel)
         return tuple(sampler.sample(logits, np.zeros(i, np.int32)) for i in range(20))
 
     assert len({run(42) for _ in range(20)}) == 1

@@ -35,6 +35,14 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
     double_at = emitted(isa, 2, _load_double, types.float64)
     bits_at = emitted(isa, 2, _load_int, types.int64)
     put = emitted(isa, 3, _store_word)
+
+    def named(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.__qualname__ = f"{isa.name}.{function.__qualname__}"  # symbols of two sets must not meet
+        return function
+
+    def helper(function: Callable[..., Any]) -> Any:
+        return numba.njit(error_model="numpy", forceinline=True)(named(function))
+
     place = {name: PLACE[name] for name in ARGUMENTS}
     LOGITS, N, HISTORY, N_WINDOW = place["logits"], place["n"], place["history"], place["n_window"]
     BIAS_IDS, BIAS, N_BIAS, TOP_K = place["bias_ids"], place["bias"], place["n_bias"], place["top_k"]
@@ -43,13 +51,13 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
     DRAW, LOG_REST, PEAKS, MASSES = place["draw"], place["log_rest"], place["peaks"], place["masses"]
     RANKS, COUNTS, UNDO, TOKEN = place["ranks"], place["counts"], place["undo"], place["token"]
 
-    @numba.njit
+    @helper
     def key_at(logits, i):
         bits = bits_at(logits, i)
         sign = bits >> 31
         return (bits ^ (sign & 0x7FFFFFFF)) - sign  # an integer that orders as the float does
 
-    @numba.njit
+    @helper
     def peak_of(logits, n, block):
         start = block * BLOCK
         if start + BLOCK <= n:
@@ -59,7 +67,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
             peak = max(peak, key_at(logits, i))
         return peak
 
-    @numba.njit
+    @helper
     def bend(a, logits):
         """Bias and penalties; returns how many (id, former value) pairs lie in undo."""
         undo, n_undo = word(a, UNDO), 0
@@ -88,7 +96,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
                 put_logit(logits, token, value - count * double_at(a, FREQUENCY) - double_at(a, PRESENCE))
         return n_undo
 
-    @numba.njit
+    @helper
     def gather(logits, n, peaks, floor, ranks):
         """Writes the ranks of all logits whose key is at least floor; returns how many."""
         count = 0
@@ -101,11 +109,11 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
                         count += 1
         return count
 
-    @numba.njit
+    @helper
     def weight(rank, weighted, peak):
         return exp(bits_of(value_of(rank >> 32) - peak)) if weighted else 1.0
 
-    @numba.njit
+    @helper
     def select(ranks, n, goal, weighted, peak):
         """The highest bar above which the weights reach the goal; _LOWEST if all together do not."""
         low, high, above = 0, n, 0.0
@@ -135,7 +143,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
                 low = i + 1
         return _LOWEST
 
-    @numba.njit
+    @helper
     def mass_of(logits, n, block, peak, scale, bar):
         """Sum of exp((logit - peak) * scale) of a block's tokens that rank at the bar or above."""
         start = block * BLOCK
@@ -149,7 +157,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
                 mass += exp(bits_of((logit_at(logits, i) - peak) * scale))
         return mass
 
-    @numba.njit
+    @helper
     def bar_of(a, logits, n, peak, floor):
         """The highest bar of top-k, top-p and min-p; floor is the key that min-p asks for."""
         peaks, ranks, top_k, top_p = word(a, PEAKS), word(a, RANKS), word(a, TOP_K), double_at(a, TOP_P)
@@ -185,7 +193,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
             bar = max(bar, select(ranks, count, top_p * total, True, peak))
         return bar
 
-    @numba.njit
+    @helper
     def draw(a, logits, n, peak, bar):
         peaks, masses, n_blocks = word(a, PEAKS), word(a, MASSES), (n + BLOCK - 1) // BLOCK
         scale, total, last = 1.0 / double_at(a, TEMPERATURE), 0.0, 0
@@ -212,7 +220,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
                         break
         return token
 
-    @numba.njit
+    @helper
     def choose(a, logits, n):
         peaks, n_blocks = word(a, PEAKS), (n + BLOCK - 1) // BLOCK
         best = _LOWEST
@@ -229,26 +237,42 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
         peak = value_of(key)
         return draw(a, logits, n, peak, bar_of(a, logits, n, peak, key_of(peak + double_at(a, LOG_MIN_P))))
 
-    def sample(thread, n_threads, a):
-        if thread:
-            return
+    @named
+    def result_of(a):
         logits, n, peaks = word(a, LOGITS), word(a, N), word(a, PEAKS)
         n_blocks = n // BLOCK
         magnitude = scan(logits, n_blocks, peaks)
         for i in range(n_blocks * BLOCK, n):
             magnitude = max(magnitude, bits_at(logits, i) & 0x7FFFFFFF)
         if magnitude >= 0x7F800000:
-            put(word(a, TOKEN), 0, NOT_FINITE)
-            return
+            return NOT_FINITE
         if n_blocks * BLOCK < n:
             put(peaks, n_blocks, peak_of(logits, n, n_blocks))
         n_undo, undo = bend(a, logits), word(a, UNDO)
         for j in range(n_undo):
             block = word(undo, 2 * j) // BLOCK
             put(peaks, block, peak_of(logits, n, block))
-        put(word(a, TOKEN), 0, choose(a, logits, n))
+        token = choose(a, logits, n)
         for j in range(n_undo - 1, -1, -1):
             put_bits(logits, word(undo, 2 * j), word(undo, 2 * j + 1))
+        return token
+
+    @intrinsic
+    def call(_context: Any, a: Any) -> Any:
+        """Calls result_of as C would: Numba's own call brings code for exceptions, and with it CPython's symbols."""
+        signature = types.int64(types.int64)
+
+        def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            compiled = context.compile_subroutine(builder, result_of, signature)
+            _, value = context.call_internal_no_propagate(builder, compiled.fndesc, signature, values)
+            return value
+
+        return signature, generate
+
+    @named
+    def sample(thread, n_threads, a):
+        if thread == 0:
+            put(word(a, TOKEN), 0, call(a))
 
     return sample
 
