@@ -123,7 +123,9 @@ def main() -> None:
     from edgert import cli
     from edgert.cli import loading
 
-    def load(path: Path, **options: Any) -> FakeModel:
+    def load(path: Path, progress: Any, **options: Any) -> FakeModel:
+        for done in (0, 5, 10):
+            progress(done, 10)
         model = FakeModel()
         model.verdict = Verdict("auto", "cpu", "a fake", json.dumps(options, sort_keys=True))
         if "bare" in path.name:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from edgert.cli.loading import ProgressLine
+from edgert.cli.loading import ProgressLine, bar
 
 if TYPE_CHECKING:
     from edgert.reply import Progress, Stats
@@ -32,9 +32,10 @@ class Painter:
     """Dims a thinking block at the beginning of an answer, whose tags are not shown."""
 
     _OPEN, _CLOSE = "<think>", "</think>"
+    _MAYBE_CLOSE = re.compile(r"\n*(<(/(t(h(i(nk?)?)?)?)?)?)?$")  # an end that may become the closing tag
 
     def __init__(self) -> None:
-        self._state = "start"  # start -> thinking -> after -> text, or start -> text
+        self._state = "start"  # start -> opened -> thinking -> after -> text, or start -> text
         self._held = ""
 
     def push(self, piece: str) -> str:
@@ -43,18 +44,21 @@ class Painter:
         if self._state == "start":
             body = text.lstrip()
             if body.startswith(self._OPEN):
-                self._state, text, shown = "thinking", body[len(self._OPEN) :].lstrip(), DIM
+                self._state, text, shown = "opened", body[len(self._OPEN) :], DIM
             elif self._OPEN.startswith(body):
                 self._held = text
                 return ""
             else:
                 self._state = "text"
+        if self._state == "opened":
+            text = text.lstrip("\n")
+            if text:
+                self._state = "thinking"
         if self._state == "thinking":
             thought, closed, rest = text.partition(self._CLOSE)
-            if not closed:
-                keep = next((n for n in range(7, 0, -1) if text.endswith(self._CLOSE[:n])), 0)
-                self._held = text[len(text) - keep :]
-                return shown + text[: len(text) - keep]
+            if not closed and (end := self._MAYBE_CLOSE.search(text)):
+                self._held = text[end.start() :]
+                return shown + text[: end.start()]
             shown += thought.rstrip("\n") + PLAIN + "\n\n"
             self._state, text = "after", rest
         if self._state == "after":
@@ -66,7 +70,7 @@ class Painter:
     def close(self) -> str:
         """What is still to be written when the answer ends or is stopped."""
         held, self._held = self._held, ""
-        return held + (PLAIN if self._state == "thinking" else "")
+        return held + (PLAIN if self._state in ("opened", "thinking") else "")
 
 
 class PromptProgress:
@@ -81,10 +85,8 @@ class PromptProgress:
             self._line.clear()
             return
         share = (progress.processed - progress.cache) / todo
-        filled = int(24 * share)
         self._line.show(
-            f"reading the prompt {'█' * filled}{'░' * (24 - filled)} {100 * share:3.0f} %  "
-            f"{progress.processed}/{progress.total} tokens"
+            f"reading the prompt {bar(share)} {100 * share:3.0f} %  {progress.processed}/{progress.total} tokens"
         )
 
 

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from edgert.model import Model
 
 
+def bar(share: float) -> str:
+    """A bar filled to a share from 0 to 1."""
+    filled = int(24 * share)
+    return "█" * filled + "░" * (24 - filled)
+
+
 class ProgressLine:
     """A line on standard error that is drawn over itself; silent when that is no terminal.
 
@@ -41,9 +47,8 @@ class ProgressLine:
         text = what
         if total:
             share = min(1.0, done / total)
-            bar = "█" * int(24 * share) + "░" * (24 - int(24 * share))
             rate = (done - self._first) / max(now - self._started, 1e-3) / 1e6
-            text = f"{what} {bar} {100 * share:3.0f} %  {done / 1e6:.0f}/{total / 1e6:.0f} MB  {rate:.1f} MB/s"
+            text = f"{what} {bar(share)} {100 * share:3.0f} %  {done / 1e6:.0f}/{total / 1e6:.0f} MB  {rate:.1f} MB/s"
         state = (text if not total else what, int(now * 10), done >= total)
         if state != self._shown:
             self.show(text)
@@ -113,4 +118,7 @@ def load(flags: dict[str, Any]) -> Model:
             n_threads=threads if threads and threads > 0 else None,
             backend=flags.pop("backend"),
             chat_template=template_text(flags.pop("chat_template")),
+            progress=lambda done, of: line.show(
+                f"compiling for this processor, the first time only {bar(done / max(of, 1))} {done}/{of} kernels"
+            ),
         )
