@@ -1,0 +1,47 @@
+"""Backends: token ids in, logits out. Registered by name and imported on use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgert.errors import BackendUnavailableError
+
+if TYPE_CHECKING:
+    from edgert.backends.base import Backend
+
+NAMES = ("cpu", "llama")
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    backend: str = "auto",
+    n_ctx: int = 0,
+    n_threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> Backend:
+    """Loads a model file into a backend; "auto" takes the cpu backend.
+
+    n_ctx:     positions that one sequence may have; 0: as many as the model was trained on
+    progress:  called with (kernels compiled, kernels to compile) by a backend that compiles on first use
+    options:   what the backend's class takes besides
+
+    Raises: EdgertError and its subclasses, when the file, the machine or an option is at fault.
+    """
+    from edgert.quantize.gguf_file import GGUFFile
+
+    name = "cpu" if backend == "auto" else backend
+    if name not in NAMES:
+        raise BackendUnavailableError(f"There is no backend {backend!r}: choose auto, {', '.join(NAMES)}.")
+    with GGUFFile.open(Path(path)) as file:
+        if name == "cpu":
+            from edgert.backends.cpu.backend import CpuBackend
+
+            return CpuBackend(file, n_ctx=n_ctx, n_threads=n_threads, progress=progress, **options)
+        from edgert.backends.llama import LlamaBackend
+
+        return LlamaBackend(file, n_ctx=n_ctx, n_threads=n_threads, **options)

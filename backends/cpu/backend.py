@@ -1,0 +1,238 @@
+"""The cpu backend: batches of tokens in, logits out, by tapes of kernels compiled for this very processor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.backends.base import Backend, Batch, Verdict
+from edgert.backends.cpu import compiler
+from edgert.backends.cpu.cache import PagedCache
+from edgert.backends.cpu.graph import (
+    N_NARROW,
+    N_TOKENS,
+    N_WANTED,
+    N_WIDE,
+    SPARE,
+    WINDOW,
+    Graph,
+    Shape,
+)
+from edgert.backends.cpu.isa import select
+from edgert.backends.cpu.layouts import PAGE
+from edgert.backends.cpu.model_weights import pack_model
+from edgert.backends.cpu.tape import Tape
+from edgert.backends.cpu.team import KERNELS as TEAM_KERNELS
+from edgert.backends.cpu.team import Team
+from edgert.backends.cpu.weights import Packer, aligned
+from edgert.devices import probe
+from edgert.errors import DoesNotFitError, UnsupportedFormatError
+from edgert.quantize.architecture import Architecture, describe
+from edgert.quantize.gguf_file import GGUFFile
+
+logger = logging.getLogger(__name__)
+
+N_BATCH = 512
+
+
+class CpuBackend(Backend):
+    """A model on the processor.
+
+    n_ctx:      positions that one sequence may have; 0: as many as the model was trained on
+    n_seq_max:  sequences that may be cached at once
+    n_cached:   positions that all sequences together may have; 0: n_ctx for each
+    progress:   called with (kernels compiled, kernels to compile) when the cache of object code lacks some
+    """
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        *,
+        n_ctx: int = 0,
+        n_threads: int | None = None,
+        n_batch: int = N_BATCH,
+        n_seq_max: int = 1,
+        n_cached: int = 0,
+        isa: str | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        a = self.architecture = describe(file)
+        _check(file, a)
+        self.isa = select(isa)
+        self.n_vocab = a.n_vocab
+        self.n_ctx = n_ctx or a.n_ctx_train
+        self.n_batch = min(n_batch, max(WINDOW, -(-self.n_ctx // WINDOW) * WINDOW))
+        self.n_seq_max = n_seq_max
+        self.capabilities = frozenset({"fork", "truncate", "batch"})
+        n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
+        packing = Packer.kernels(file, [n for n, shape in a.tensors().items() if len(shape) == 2])
+        self._progress = progress
+        compiler.addresses([*TEAM_KERNELS, *sorted(packing)], self.isa, progress)
+        self._team = Team(n_threads, self.isa)
+        try:
+            weights = pack_model(a, Packer(file, self.isa, self._team))
+            pages = -(-(n_cached or self.n_ctx * n_seq_max) // PAGE) + n_seq_max
+            self._cache = PagedCache(a.n_layer, a.n_head_kv, a.head_dim, n_seq_max, self.n_ctx, pages)
+            self._graph = Graph(a, weights, self._cache, self.isa, n_threads, self.n_batch)
+            self._tapes: dict[Shape, Tape] = {}
+            self._logits = aligned(4).view(np.float32).reshape(1, 1)
+            self._compile_usual()
+        except BaseException:
+            self._team.close()
+            raise
+        self.verdict = Verdict(
+            "cpu",
+            "cpu",
+            f"{probe.probe().model_name}, {n_threads} threads",
+            f"kernels compiled for {self.isa.name}",
+            {"isa": self.isa.name, "threads": str(n_threads)},
+        )
+
+    def _compile_usual(self) -> None:
+        """Compiles what a chat needs, at once and in parallel: prompts of any length, then single tokens."""
+        graph = self._graph
+        shapes = [graph.shape(WINDOW, 0, 1), graph.shape(WINDOW, WINDOW, 1), graph.shape(0, WINDOW, 1)]
+        shapes += [graph.shape(0, 1, 1)]
+        names = {op.kernel for shape in shapes for op in graph.ops(shape)}
+        compiler.addresses(sorted(names), self.isa, self._progress)
+
+    def forward(self, batch: Batch) -> NDArray[np.float32]:
+        n = len(batch)
+        self._check_batch(batch)
+        for sequence, length in self._growth(batch).items():
+            self._cache.grow(sequence, length)
+        order, n_wide = _wide_first(batch)
+        graph = self._graph
+        tokens, positions, slots, wanted = batch.tokens, batch.positions, batch.sequences, batch.wanted
+        if order is not None:
+            tokens, positions, slots = tokens[order], positions[order], slots[order]
+        graph.tokens[:n] = tokens
+        graph.positions[:n] = positions
+        graph.slots[:n] = slots
+        rows = np.flatnonzero(wanted)
+        if order is not None and n_wide:
+            place = np.empty(n, np.int64)
+            place[order] = np.arange(n)
+            rows = place[rows]
+        n_wanted = len(rows)
+        graph.wanted[:n_wanted] = rows
+        header = graph.header
+        header[N_TOKENS], header[N_WIDE], header[N_NARROW], header[N_WANTED] = n, n_wide, n - n_wide, n_wanted
+        shape = graph.shape(n_wide, n - n_wide, n_wanted)
+        tape = self._tapes.get(shape) or self._make_tape(shape)
+        logits = self._room_for_logits(n_wanted)
+        if n_wanted:
+            graph.set_logits(tape.ops, logits)
+        self._team.run(tape.words)
+        result = logits[:n_wanted, : self.n_vocab]
+        softcap = self.architecture.final_logit_softcapping
+        if softcap:
+            np.multiply(np.tanh(result / softcap), softcap, out=result)
+        return result
+
+    def _make_tape(self, shape: Shape) -> Tape:
+        ops = self._graph.ops(shape)
+        addresses = compiler.addresses([op.kernel for op in ops], self.isa, self._progress)
+        self._tapes[shape] = Tape(ops, addresses)
+        return self._tapes[shape]
+
+    def _room_for_logits(self, n_wanted: int) -> NDArray[np.float32]:
+        """float32 (n_wanted + SPARE, stride); kept from step to step while it is small."""
+        columns = sum(matrix.n_panels * self.isa.lanes for matrix in self._graph.weights.output)
+        rows = n_wanted + SPARE
+        if len(self._logits) < rows or len(self._logits) > 4 * SPARE:
+            self._logits = aligned(rows * columns * 4).view(np.float32).reshape(rows, columns)
+        return self._logits
+
+    def _check_batch(self, batch: Batch) -> None:
+        n = len(batch)
+        if not 0 < n <= self.n_batch:
+            raise ValueError(f"a batch holds 1 to {self.n_batch} tokens, not {n}")
+        if int(batch.tokens.min()) < 0 or int(batch.tokens.max()) >= self.n_vocab:
+            raise ValueError(f"token ids run from 0 to {self.n_vocab - 1}")
+        if int(batch.sequences.min()) < 0 or int(batch.sequences.max()) >= self.n_seq_max:
+            raise ValueError(f"sequences run from 0 to {self.n_seq_max - 1}")
+        if int(batch.positions.max()) >= self.n_ctx:
+            raise ValueError(f"positions run from 0 to {self.n_ctx - 1}")
+
+    def _growth(self, batch: Batch) -> dict[int, int]:
+        """The length that each sequence of the batch will have; refuses gaps, and what does not fit."""
+        growth: dict[int, int] = {}
+        lengths = self._cache.lengths
+        for sequence, position in zip(batch.sequences.tolist(), batch.positions.tolist(), strict=True):
+            if position != growth.get(sequence, lengths[sequence]):
+                raise ValueError(
+                    f"position {position} does not follow sequence {sequence}'s {lengths[sequence]} tokens"
+                )
+            growth[sequence] = position + 1
+        missing = self._cache.missing(growth)
+        if missing:
+            raise DoesNotFitError(
+                f"The cache lacks {missing * PAGE} positions for this step: end a sequence, "
+                "or load the model with a larger -c/--ctx-size."
+            )
+        return growth
+
+    def length(self, sequence: int) -> int:
+        return self._cache.lengths[sequence]
+
+    def fork(self, source: int, target: int, length: int) -> None:
+        if self._cache.lengths[target]:
+            raise ValueError(f"sequence {target} is not empty")
+        if not 0 <= length <= self._cache.lengths[source]:
+            raise ValueError(f"sequence {source} has {self._cache.lengths[source]} positions, not {length}")
+        self._cache.fork(source, target, length)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        if not 0 <= length <= self._cache.lengths[sequence]:
+            raise ValueError(f"sequence {sequence} has {self._cache.lengths[sequence]} positions, not {length}")
+        self._cache.truncate(sequence, length)
+
+    def memory(self) -> dict[str, int]:
+        return {
+            "weights": self._graph.weights.n_bytes,
+            "kv": self._cache.used_bytes,
+            "buffers": self._graph.n_bytes + self._logits.nbytes,
+        }
+
+    def close(self) -> None:
+        self._team.close()
+        self._check_batch = _closed  # type: ignore[method-assign]
+
+
+def _closed(_batch: Batch) -> None:
+    raise ValueError("the backend is closed")
+
+
+def _wide_first(batch: Batch) -> tuple[NDArray[np.int64] | None, int]:
+    """An order of the rows with all whole windows first, and how many rows these are; None: as they are."""
+    n = len(batch)
+    if n < WINDOW:
+        return None, 0
+    keys = batch.sequences.astype(np.int64) << 40 | batch.positions.astype(np.int64) // WINDOW
+    windows, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    wide = (counts == WINDOW)[inverse]
+    n_wide = int(wide.sum())
+    if not n_wide:
+        return None, 0
+    if wide[:n_wide].all() and len(windows) and (np.diff(keys[:n_wide]) >= 0).all():
+        return None, n_wide
+    narrow = np.flatnonzero(~wide)
+    wide_rows = np.flatnonzero(wide)
+    return np.concatenate([wide_rows[np.argsort(keys[wide_rows], kind="stable")], narrow]), n_wide
+
+
+def _check(file: GGUFFile, a: Architecture) -> None:
+    """What the kernels take for granted."""
+    reasons = []
+    if a.attn_logit_softcapping:
+        reasons.append("soft-capped attention scores")
+    if a.head_dim % 16:
+        reasons.append(f"heads of {a.head_dim} (not a multiple of 16)")
+    if a.n_embd % 32 or a.n_ff % 32 or a.n_head * a.head_dim % 32:
+        reasons.append(f"sizes {a.n_embd}, {a.n_ff}, {a.n_head * a.head_dim} that are not multiples of 32")
+    if reasons:
+        raise UnsupportedFormatError(f"{file.path} needs {' and '.join(reasons)}, which the cpu backend lacks.")

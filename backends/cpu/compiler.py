@@ -1,0 +1,190 @@
+"""Turns kernel names into addresses: compiles with Numba once, keeps the object code, loads it without Numba.
+
+A kernel is a C function `void (int64 thread, int64 n_threads, int64 arguments)`. Its name says which module of
+`kernels/` builds it and with which parameters: `product.codec=q4_1.width=1`. The object cache is keyed by the
+sources, the versions of the compilers, the processor and the instruction set, so that a changed kernel, another
+machine, or another EDGERT_ISA never meets old code. A warm start imports llvmlite (0.1 s), not numba (0.5 s).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from edgert.backends.cpu.isa import Isa
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]  # kernels done, kernels in all
+
+
+def name_of(module: str, **parameters: object) -> str:
+    """The name of a kernel: its module in `kernels/` and the parameters of that module's `build`."""
+    return ".".join([module, *(f"{key}={value}" for key, value in sorted(parameters.items()))])
+
+
+def parse_name(name: str) -> tuple[str, dict[str, str]]:
+    """The module and the parameters that `name_of` was given."""
+    module, *pairs = name.split(".")
+    return module, dict(pair.split("=", 1) for pair in pairs)
+
+
+@functools.cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def cache_folder(isa: Isa) -> Path:
+    """Where the object code for this machine and instruction set lies."""
+    key = json.dumps([_sources(), metadata.version("numba"), metadata.version("llvmlite"), sys.version_info[:2],
+                      isa.name, isa.cpu, isa.features])  # fmt: skip
+    root = os.environ.get("EDGERT_CACHE") or platformdirs.user_cache_dir("edgert")
+    return Path(root) / "kernels" / hashlib.sha256(key.encode()).hexdigest()[:20]
+
+
+@functools.cache
+def _engine() -> Any:
+    """One MCJIT engine for the process; it owns all loaded code, so it lives as long as the process."""
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    _define_helpers(binding)
+    machine = binding.Target.from_default_triple().create_target_machine()
+    return binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+
+
+# Helpers that Numba's wrappers name for the case that a kernel raises. None does: they check nothing.
+_NEVER_CALLED = (
+    "numba_gil_ensure",
+    "numba_gil_release",
+    "numba_unpickle",
+    "numba_do_raise",
+    "numba_runtime_build_excinfo_struct",
+    "NRT_Free",
+)
+
+
+def _define_helpers(binding: Any) -> None:
+    import ctypes
+
+    abort = ctypes.cast(ctypes.pythonapi.Py_FatalError, ctypes.c_void_p).value
+    for name in _NEVER_CALLED:
+        if not binding.address_of_symbol(name):
+            binding.add_symbol(name, abort)
+
+
+_addresses: dict[tuple[str, Isa], int] = {}
+
+
+def addresses(names: Iterable[str], isa: Isa, progress: Progress | None = None) -> dict[str, int]:
+    """Addresses of kernels, compiled first where the cache lacks them (in child processes, one per core)."""
+    wanted = [name for name in dict.fromkeys(names) if (name, isa) not in _addresses]
+    if wanted:
+        folder = cache_folder(isa)
+        missing = [name for name in wanted if not (folder / f"{name}.o").exists()]
+        if missing:
+            compile_all(missing, isa, progress)
+        engine = _engine()
+        from llvmlite import binding
+
+        symbols = {}
+        for name in wanted:
+            symbol, _, code = (folder / f"{name}.o").read_bytes().partition(b"\0")
+            engine.add_object_file(binding.ObjectFileRef.from_data(code))
+            symbols[name] = symbol.decode()
+        engine.finalize_object()
+        for name in wanted:
+            _addresses[name, isa] = engine.get_function_address(symbols[name])
+    return {name: _addresses[name, isa] for name in names}
+
+
+def compile_all(names: Sequence[str], isa: Isa, progress: Progress | None = None) -> None:
+    """Compiles kernels into the cache, in as many child processes as there are cores to use.
+
+    Children keep Numba's memory out of this process and let each instruction set have its own code generator.
+    A frozen application has no interpreter to start and compiles in its own process.
+    """
+    cache_folder(isa).mkdir(parents=True, exist_ok=True)
+    if getattr(sys, "frozen", False) or not sys.executable:
+        for done, name in enumerate(names, 1):
+            compile_one(name, isa)
+            if progress:
+                progress(done, len(names))
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    n_workers = max(1, min(cores, len(names) // 2, 8))
+    environment = {**os.environ, "NUMBA_CPU_NAME": isa.cpu, "NUMBA_CPU_FEATURES": isa.features,
+                   "EDGERT_ISA": isa.name}  # fmt: skip
+    done = 0
+    workers = []
+    for index in range(n_workers):
+        command = [sys.executable, "-m", "edgert.backends.cpu.compiler", *names[index::n_workers]]
+        workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                        text=True))  # fmt: skip
+    errors = []
+    try:
+        for worker in workers:
+            assert worker.stdout and worker.stderr
+            for _ in worker.stdout:
+                done += 1
+                if progress:
+                    progress(min(done, len(names)), len(names))
+            errors.append(worker.stderr.read())
+            worker.wait()
+    except BaseException:
+        for worker in workers:
+            worker.kill()
+        raise
+    if any(worker.returncode for worker in workers):
+        raise RuntimeError("compiling kernels failed:\n" + "\n".join(errors))
+
+
+def compile_one(name: str, isa: Isa) -> None:
+    """Builds one kernel and stores its object code: symbol, a zero byte, the object file."""
+    from numba import cfunc, types
+
+    module, parameters = parse_name(name)
+    function = importlib.import_module(f"edgert.backends.cpu.kernels.{module}").build(isa, **parameters)
+    # All code shares one space of symbols, and Numba makes a symbol of the function's name.
+    function.__qualname__ = function.__name__ = f"{isa.name}_{name}"
+    signature = types.void(types.int64, types.int64, types.int64)
+    compiled = cfunc(signature, error_model="numpy", forceinline=True)(function)
+    code = compiled._library._get_compiled_object()
+    folder = cache_folder(isa)
+    handle, temporary = tempfile.mkstemp(dir=folder)
+    with os.fdopen(handle, "wb") as out:
+        out.write(compiled.native_name.encode() + b"\0" + code)
+    os.replace(temporary, folder / f"{name}.o")
+
+
+def main(names: Sequence[str]) -> None:
+    """What a child process runs: compiles each name and prints it when it is done."""
+    from edgert.backends.cpu.isa import select
+
+    with contextlib.suppress(BrokenPipeError):
+        for name in names:
+            compile_one(name, select())
+            print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

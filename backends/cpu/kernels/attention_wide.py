@@ -1,0 +1,88 @@
+"""Attention of a run of tokens of one sequence: a few tokens and their group of heads pass over the keys together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from edgert.backends.cpu.isa import Isa
+from edgert.backends.cpu.kernels.flash import Row, attend
+from edgert.backends.cpu.layouts import PAGE, partial_bytes, wide_attention_tokens
+from edgert.backends.cpu.simd import F32, Emitter, emitted, word
+
+ARGUMENTS = (
+    "q",  # float32 rows: heads of q first
+    "q_stride",  # bytes
+    "n_rows_at",  # rows 0..n-1, runs of 64 tokens of one sequence
+    "positions",
+    "slots",
+    "pages",
+    "max_pages",
+    "keys",
+    "values",
+    "window",
+    "out",  # float32 rows (n_head, head_dim)
+    "scratch",  # results of `flash.Row`, one set a thread
+    "scratch_stride",
+)
+
+
+def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int, int, int], None]:
+    """Units of work are (tokens, key-value head), dealt to the threads in turn: later ones see more keys."""
+    heads, heads_kv, dim = int(n_head), int(n_head_kv), int(head_dim)
+    group = heads // heads_kv
+    together = wide_attention_tokens(isa.lanes, group)
+    page_bytes = heads_kv * dim * PAGE * 2
+    record = partial_bytes(dim)
+
+    def run(  # type: ignore[no-untyped-def]
+        e: Emitter, q, q_stride, keys, values, pages, position, window, scratch, out, out_stride
+    ) -> None:
+        zero = e.i64(0)
+        rows = []
+        begin = None
+        for t in range(together):
+            end = e.add(position, t + 1)
+            start = e.b.sub(end, window)
+            limited = e.b.and_(e.b.icmp_signed(">", window, zero), e.b.icmp_signed(">", start, zero))
+            start = e.b.select(limited, start, zero)
+            begin = start if begin is None else begin
+            for g in range(group):
+                result = e.add(scratch, (t * group + g) * record)
+                rows.append(Row(e.add(q, e.mul(q_stride, t), g * dim * 4), start, end, result))
+        assert begin is not None
+        attend(e, dim, rows, keys, values, pages, page_bytes, begin, e.add(position, together))
+        for t in range(together):
+            for g in range(group):
+                result = rows[t * group + g].out
+                scale = e.splat(e.b.fdiv(e.const(F32, 1.0), e.load(F32, result, dim * 4 + 4)))
+                place = e.add(out, e.mul(out_stride, t), g * dim * 4)
+                with e.loop(0, dim, e.lanes) as k:
+                    at = e.mul(k, 4)
+                    e.store(e.b.fmul(e.load(e.vf, result, at), scale), place, at)
+
+    attend_tile = emitted(isa, 10, run)
+
+    def attention(thread, n_threads, a):
+        n_rows = word(word(a, 2), 0)
+        out_stride = heads * dim * 4
+        scratch = word(a, 11) + thread * word(a, 12)
+        unit = thread
+        while unit < n_rows // together * heads_kv:  # a range could raise on a step of 0
+            row = unit // heads_kv * together
+            head = unit % heads_kv
+            inner = head * dim * PAGE * 2
+            attend_tile(
+                word(a, 0) + row * word(a, 1) + head * group * dim * 4,
+                word(a, 1),
+                word(a, 7) + inner,
+                word(a, 8) + inner,
+                word(a, 5) + word(word(a, 4), row) * word(a, 6) * 4,
+                word(word(a, 3), row),
+                word(a, 9),
+                scratch,
+                word(a, 10) + row * out_stride + head * group * dim * 4,
+                out_stride,
+            )
+            unit += n_threads
+
+    return attention

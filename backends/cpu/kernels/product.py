@@ -1,0 +1,93 @@
+"""Product of packed weights and a batch's activations, with what follows it done while the result is at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from edgert.backends.cpu.isa import Isa
+from edgert.backends.cpu.kernels.panel import WORDS_BYTES, float_panel_product, panel_product
+from edgert.backends.cpu.layouts import BLOCK, CODECS, Codec
+from edgert.backends.cpu.simd import Emitter, Value, emitted, word
+
+# Places of the arguments (int64 each).
+ARGUMENTS = (
+    "weights",  # panels
+    "x",  # int8 (or float32 for float weights) activations (n_tokens, n_cols)
+    "words",  # four words for each block of the activations
+    "y",  # float32 (n_tokens, y_stride / 4)
+    "y_stride",  # bytes
+    "n_cols",
+    "n_panels",
+    "n_tokens_at",  # address of the int64 number of tokens of this step
+    "private",  # bytes between the threads' own copies of x and words (0: shared)
+    "first_row_at",  # address of the int64 row of y at which the tokens start
+)
+
+
+def build(isa: Isa, codec: str, width: str, epilogue: str) -> Callable[[int, int, int], None]:
+    """A product kernel.
+
+    width:     tokens that run together, each weight unpacked once for all of them; the last run may reach past
+               n_tokens, so x and y have `width` rows to spare
+    epilogue:  "store" writes y; "add" adds to y; "silu" and "gelu" take panels in pairs, gate and up, and write
+               activation(gate) * up
+    """
+    kind = CODECS[codec]
+    tile = int(width)
+    pair = 2 if epilogue in ("silu", "gelu") else 1
+    run = _panels_times_tokens(isa, kind, tile, epilogue)
+    x_bytes = 4 if kind.is_float else 1
+    panel_row = kind.panel_bytes(BLOCK, isa.lanes)
+    lanes = isa.lanes
+
+    def product(thread, n_threads, a):
+        private = thread * word(a, 8)
+        x, words = word(a, 1) + private, word(a, 2) + private
+        y_stride = word(a, 4)
+        n_cols = word(a, 5)
+        n_units = word(a, 6) // pair
+        n_tokens = word(word(a, 7), 0)
+        y = word(a, 3) + word(word(a, 9), 0) * y_stride
+        panel_bytes = n_cols * panel_row // BLOCK
+        x_stride = n_cols * x_bytes
+        words_stride = n_cols // BLOCK * WORDS_BYTES
+        for unit in range(n_units * thread // n_threads, n_units * (thread + 1) // n_threads):
+            panel = word(a, 0) + unit * pair * panel_bytes
+            for t in range(0, n_tokens, tile):
+                run(
+                    panel,
+                    x + t * x_stride,
+                    words + t * words_stride,
+                    n_cols,
+                    x_stride,
+                    words_stride,
+                    y + t * y_stride + unit * lanes * 4,
+                    y_stride,
+                )
+
+    return product
+
+
+def _panels_times_tokens(isa: Isa, codec: Codec, n_tokens: int, epilogue: str) -> Any:
+    """One panel (or pair) times n_tokens tokens, then the epilogue."""
+
+    def products(e: Emitter, panel: Value, x: Value, words: Value, n_cols: Value, xs: Value, ws: Value) -> list[Value]:
+        if codec.is_float:
+            return float_panel_product(e, codec, n_tokens, panel, x, n_cols, xs)
+        return panel_product(e, codec, n_tokens, panel, x, words, e.b.sdiv(n_cols, e.i64(BLOCK)), xs, ws)
+
+    def finish(e: Emitter, panel, x, words, n_cols, x_stride, words_stride, y, y_stride) -> None:  # type: ignore[no-untyped-def]
+        results = products(e, panel, x, words, n_cols, x_stride, words_stride)
+        if epilogue in ("silu", "gelu"):
+            bytes_32 = codec.panel_bytes(BLOCK, e.lanes)
+            second = e.add(panel, e.b.sdiv(e.mul(n_cols, bytes_32), e.i64(BLOCK)))
+            ups = products(e, second, x, words, n_cols, x_stride, words_stride)
+            results = [e.b.fmul(e.gate(epilogue, gate), up) for gate, up in zip(results, ups, strict=True)]
+        for t, value in enumerate(results):
+            place = e.add(y, e.mul(y_stride, t))
+            if epilogue == "add":
+                value = e.b.fadd(value, e.load(e.vf, place))
+            e.store(value, place)
+
+    return emitted(isa, 8, finish)

@@ -1,0 +1,192 @@
+"""Rows of float32 -> the form in which the next product reads them, with the norm or activation between fused in.
+
+The forms of a row of n_cols activations:
+    int8     int8 (n_cols) and four words for each block of 32 (see `panel.py`)
+    f32      float32 (n_cols), for float weights
+    tiles    bf16 tiles (see `tiles.py`), for long runs of tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from edgert.backends.cpu.isa import Isa
+from edgert.backends.cpu.kernels.panel import WORDS_BYTES
+from edgert.backends.cpu.layouts import BLOCK, CHUNK, partial_bytes
+from edgert.backends.cpu.simd import F32, I8, I32, Emitter, Value, emitted, to_bfloat, word
+
+ARGUMENTS = (
+    "source",  # float32 rows
+    "source_stride",  # bytes
+    "weight",  # float32 (n_cols) of the norm; for glu the up rows
+    "n_cols",
+    "first_row_at",
+    "n_rows_at",
+    "out",
+    "words",
+    "private",  # bytes between the threads' own copies of out and words (0: rows are shared out)
+    "index",  # int64 (n_rows) rows to take, or 0
+    "eps",  # float32 bits
+    "post",  # float32 rows to be normed and added to source first
+    "post_stride",
+    "post_weight",
+    "partials",  # partial results of attention, (n_rows, n_head, max_chunks)
+    "max_chunks",
+    "positions",
+    "window",
+    "source_private",  # bytes between the threads' own copies of the merged source
+)
+
+
+def build(isa: Isa, source: str, form: str, n_head: str = "0", head_dim: str = "0") -> Callable[[int, int, int], None]:
+    """A kernel over rows.
+
+    source:  "plain"; "norm" (rms norm); "post" (source += rms norm of the post rows, then norm); "silu" and "gelu"
+             (activation(source) * up); "merge" (source = partial results of attention joined)
+    form:    "int8", "f32", "tiles"; "none" for what "post" and "merge" do to their source alone
+    """
+    convert = emitted(isa, 7, _converter(source, form))
+    add_post = emitted(isa, 5, _add_post)
+    dim, heads = int(head_dim), int(n_head)
+    record = partial_bytes(dim)
+    merge = emitted(isa, 4, lambda e, parts, first, last, out: _merge(e, dim, parts, first, last, out))
+
+    # Booleans, since Numba would compare strings while running.
+    posts, merges, gates, converts = source == "post", source == "merge", source in ("silu", "gelu"), form != "none"
+
+    def rows(thread, n_threads, a):
+        first = word(word(a, 4), 0)
+        n_rows = word(word(a, 5), 0)
+        private = word(a, 8)
+        begin, end = n_rows * thread // n_threads, n_rows * (thread + 1) // n_threads
+        if private:
+            begin, end = 0, n_rows
+        for i in range(begin, end):
+            row = first + i
+            if word(a, 9):
+                row = word(word(a, 9), i)
+            x = word(a, 0) + row * word(a, 1)
+            weight = word(a, 2)
+            if posts:
+                add_post(x, word(a, 11) + row * word(a, 12), word(a, 13), word(a, 3), a)
+            elif merges:
+                x += thread * word(a, 18)
+                end = word(word(a, 16), row) + 1
+                begin = max(0, end - word(a, 17)) if word(a, 17) else 0
+                for head in range(heads):
+                    parts = word(a, 14) + (i * heads + head) * word(a, 15) * record
+                    merge(parts, begin // CHUNK, (end - 1) // CHUNK + 1, x + head * dim * 4)
+            elif gates:
+                weight += row * word(a, 1)
+            out, words = word(a, 6) + thread * private, word(a, 7) + thread * private
+            if converts:
+                convert(x, weight, word(a, 3), a, out, words, i)
+
+    return rows
+
+
+def _inverse_rms(e: Emitter, x: Value, n_cols: Value, arguments: Value) -> Value:
+    """1 / sqrt(mean of squares + eps), as a vector."""
+    parts = [e.var(e.zero(e.vf)) for _ in range(BLOCK // e.lanes)]
+    with e.loop(0, n_cols, BLOCK) as k:
+        for i, part in enumerate(parts):
+            value = e.load(e.vf, x, e.mul(e.add(k, i * e.lanes), 4))
+            part.set(e.fma(value, value, part.get()))
+    total = parts[0].get()
+    for part in parts[1:]:
+        total = e.b.fadd(total, part.get())
+    mean = e.b.fdiv(e.sum(total), e.b.sitofp(n_cols, F32))
+    eps = e.load(F32, arguments, 8 * ARGUMENTS.index("eps"))
+    root = e.call("llvm.sqrt.f32", F32, e.b.fadd(mean, eps))
+    return e.splat(e.b.fdiv(e.const(F32, 1.0), root))
+
+
+def _add_post(e: Emitter, x: Value, post: Value, weight: Value, n_cols: Value, arguments: Value) -> None:
+    scale = _inverse_rms(e, post, n_cols, arguments)
+    with e.loop(0, n_cols, e.lanes) as k:
+        at = e.mul(k, 4)
+        value = e.b.fmul(e.b.fmul(e.load(e.vf, post, at), scale), e.load(e.vf, weight, at))
+        e.store(e.b.fadd(e.load(e.vf, x, at), value), x, at)
+
+
+def _merge(e: Emitter, dim: int, parts: Value, first: Value, last: Value, out: Value) -> None:
+    """Joins the chunks [first, last) of one head: each weighs e**(its maximum - the largest)."""
+    record = partial_bytes(dim)
+    most = e.var(e.load(F32, parts, e.add(e.mul(first, record), dim * 4)))
+    with e.loop(first, last) as c:
+        most.set(e.maximum(most.get(), e.load(F32, parts, e.add(e.mul(c, record), dim * 4))))
+    total = e.var(e.zero(F32))
+    with e.loop(0, dim, e.lanes) as k:
+        e.store(e.zero(e.vf), out, e.mul(k, 4))
+    with e.loop(first, last) as c:
+        part = e.add(parts, e.mul(c, record))
+        weight = e.exp(e.splat(e.b.fsub(e.load(F32, part, dim * 4), most.get())))
+        scalar = e.b.extract_element(weight, ir.Constant(I32, 0))
+        total.set(e.b.fadd(total.get(), e.b.fmul(scalar, e.load(F32, part, dim * 4 + 4))))
+        with e.loop(0, dim, e.lanes) as k:
+            at = e.mul(k, 4)
+            e.store(e.fma(e.load(e.vf, part, at), weight, e.load(e.vf, out, at)), out, at)
+    scale = e.splat(e.b.fdiv(e.const(F32, 1.0), total.get()))
+    with e.loop(0, dim, e.lanes) as k:
+        at = e.mul(k, 4)
+        e.store(e.b.fmul(e.load(e.vf, out, at), scale), out, at)
+
+
+def _converter(source: str, form: str) -> Callable[..., None]:
+    def convert(
+        e: Emitter, x: Value, weight: Value, n_cols: Value, arguments: Value, out: Value, words: Value, row: Value
+    ) -> None:
+        scale = _inverse_rms(e, x, n_cols, arguments) if source in ("norm", "post") else None
+        if form == "tiles":
+            # tile (row / 16, column / 32): 16 rows of 32
+            tiles_across = e.b.sdiv(n_cols, e.i64(BLOCK))
+            tile = e.add(e.mul(e.b.sdiv(row, e.i64(16)), tiles_across), 0)
+            out = e.add(out, e.mul(tile, 1024), e.mul(e.b.srem(row, e.i64(16)), 64))
+        else:
+            out = e.add(out, e.b.mul(row, e.mul(n_cols, 4 if form == "f32" else 1)))
+            words = e.add(words, e.b.mul(row, e.mul(e.b.sdiv(n_cols, e.i64(BLOCK)), WORDS_BYTES)))
+        with e.loop(0, n_cols, BLOCK) as k:
+            values = []
+            for i in range(BLOCK // e.lanes):
+                at = e.mul(e.add(k, i * e.lanes), 4)
+                value = e.load(e.vf, x, at)
+                if scale is not None:
+                    value = e.b.fmul(e.b.fmul(value, scale), e.load(e.vf, weight, at))
+                elif source in ("silu", "gelu"):
+                    value = e.b.fmul(e.gate(source, value), e.load(e.vf, weight, at))
+                values.append(value)
+            if form == "f32":
+                for i, value in enumerate(values):
+                    e.store(value, out, e.mul(e.add(k, i * e.lanes), 4))
+            elif form == "tiles":
+                for i, value in enumerate(values):
+                    e.store(to_bfloat(e, value), out, e.add(e.mul(k, 32), 2 * i * e.lanes))
+            else:
+                _quantize(e, values, e.add(out, k), e.add(words, e.b.sdiv(e.mul(k, WORDS_BYTES), e.i64(BLOCK))))
+
+    return convert
+
+
+def _quantize(e: Emitter, values: list[Value], out: Value, words: Value) -> None:
+    """32 values -> int8 with scale max / 127, and the block's four words."""
+    largest = e.zero(e.vf)
+    for value in values:
+        largest = e.maximum(largest, e.fabs(value))
+    most = e.reduce(largest, e.maximum)
+    d = e.b.fmul(most, e.const(F32, 1.0 / 127.0))
+    nonzero = e.b.fcmp_ordered(">", most, e.const(F32, 0.0))
+    inverse = e.splat(e.b.select(nonzero, e.b.fdiv(e.const(F32, 127.0), most), e.const(F32, 0.0)))
+    halves = [e.zero(e.vi), e.zero(e.vi)]
+    for i, value in enumerate(values):
+        integers = e.round(e.b.fmul(value, inverse))
+        half = i * e.lanes // 16
+        halves[half] = e.b.add(halves[half], integers)
+        e.store(e.b.trunc(integers, ir.VectorType(I8, e.lanes)), out, i * e.lanes)
+    first, second = (e.reduce(half, e.b.add) for half in halves)
+    total = e.b.sitofp(e.b.add(first, second), F32)
+    e.store(d, words, 0)
+    e.store(e.b.fmul(d, total), words, 4)
+    e.store(e.b.mul(first, ir.Constant(I32, -8)), words, 8)
+    e.store(e.b.mul(second, ir.Constant(I32, -8)), words, 12)

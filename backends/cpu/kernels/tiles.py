@@ -1,0 +1,217 @@
+"""Product of packed weights and many tokens by bf16 tile instructions (AMX): weights are unpacked once per step.
+
+Activations lie in tiles of 16 tokens by 32 columns: bf16 (n_tokens / 16, n_cols / 32, 16, 32). A unit of work is two
+panels (32 rows): their weights become bf16 tiles in the thread's scratch, then pass over all tokens, 32 at a time.
+bf16 keeps 8 bits of mantissa of each activation, where int8 blocks keep 7 of the block's largest, and sums in
+float32 inside the tile: it is both faster and nearer to the exact product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from edgert.backends.cpu.isa import Isa
+from edgert.backends.cpu.layouts import BLOCK, CODECS, TILE, TILE_CHUNK, TILE_TOKENS, Codec
+from edgert.backends.cpu.simd import I8, I16, Emitter, Value, emitted, to_bfloat, word
+
+ARGUMENTS = (
+    "weights",
+    "x",  # bf16 tiles
+    "y",  # float32 (n_tokens, y_stride / 4); for gated epilogues bf16 tiles of n_panels * 8 columns
+    "y_stride",  # bytes
+    "n_cols",
+    "n_panels",  # even
+    "n_tokens_at",  # address of the int64 number of tokens, a multiple of 32
+    "scratch",
+    "scratch_stride",  # bytes between the threads' scratches
+)
+
+
+def build(isa: Isa, codec: str, epilogue: str) -> Callable[[int, int, int], None]:
+    """A product kernel over tiles; epilogues as in `product.py`, gated ones write bf16 tiles."""
+    kind = CODECS[codec]
+    panel_row = kind.panel_bytes(BLOCK, isa.lanes)
+    gated = epilogue in ("silu", "gelu")
+    unpack = emitted(isa, 3, _unpacker(kind))
+    configure = emitted(isa, 1, _configure)
+    release = emitted(isa, 0, lambda e: _tile(e, "tilerelease"))
+    multiply = emitted(isa, 6, _multiply)
+    finish = emitted(isa, 3, _finisher(epilogue))
+
+    def product(thread, n_threads, a):
+        weights, x, y, y_stride = word(a, 0), word(a, 1), word(a, 2), word(a, 3)
+        n_cols = word(a, 4)
+        n_units = word(a, 5) // 2
+        n_tokens = word(word(a, 6), 0)
+        scratch = word(a, 7) + thread * word(a, 8)
+        panels = scratch + 64
+        results = panels + 2 * TILE_CHUNK * TILE
+        n_blocks = n_cols // BLOCK
+        panel_bytes = n_blocks * panel_row
+        row_of_tiles = n_blocks * TILE
+        configure(scratch)
+        for unit in range(n_units * thread // n_threads, n_units * (thread + 1) // n_threads):
+            first = weights + 2 * unit * panel_bytes
+            for k in range(0, n_blocks, TILE_CHUNK):
+                n = min(TILE_CHUNK, n_blocks - k)
+                unpack(first + k * panel_row, panels, n)
+                unpack(first + panel_bytes + k * panel_row, panels + TILE_CHUNK * TILE, n)
+                for t in range(0, n_tokens, TILE_TOKENS):
+                    x_t = x + t // 16 * row_of_tiles + k * TILE
+                    multiply(x_t, panels, results + t // TILE_TOKENS * 4 * TILE, n, row_of_tiles, k)
+            for t in range(0, n_tokens, TILE_TOKENS):
+                result = results + t // TILE_TOKENS * 4 * TILE
+                if gated:
+                    # columns 16*unit.. of the result are half of a tile's 32 columns
+                    tile = y + (t // 16 * (n_units // 2) + unit // 2) * TILE + unit % 2 * 32
+                    finish(result, tile, n_units // 2 * TILE)
+                else:
+                    finish(result, y + t * y_stride + unit * 128, y_stride)
+        release()
+
+    return product
+
+
+def _tile(e: Emitter, name: str, *arguments: Value) -> None:
+    function = e.b.module.globals.get(f"llvm.x86.{name}")
+    if function is None:
+        kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+        function = ir.Function(e.b.module, kind, f"llvm.x86.{name}")
+    e.b.call(function, arguments)
+
+
+def _register(number: int) -> Value:
+    return ir.Constant(I8, number)
+
+
+def _configure(e: Emitter, place: Value) -> None:
+    """All eight tile registers: 16 rows of 64 bytes. The configuration is written to 64 bytes at `place`."""
+    e.store(e.zero(ir.VectorType(I8, 64)), place)
+    e.store(ir.Constant(I8, 1), place, 0)
+    for register in range(8):
+        e.store(ir.Constant(I16, 64), place, 16 + 2 * register)
+        e.store(ir.Constant(I8, 16), place, 48 + register)
+    _tile(e, "ldtilecfg", e.at(place))
+
+
+def _multiply(
+    e: Emitter, x: Value, panels: Value, results: Value, n_blocks: Value, row_of_tiles: Value, done: Value
+) -> None:
+    """32 tokens times two panels: results[token half][panel] (16, 16) float32, added to when `done` is not 0."""
+    line = e.i64(64)
+    with e.b.if_else(e.b.icmp_signed("==", done, e.i64(0))) as (fresh, resumed):
+        with fresh:
+            for register in range(4):
+                _tile(e, "tilezero", _register(register))
+        with resumed:
+            for register in range(4):
+                _tile(e, "tileloadd64", _register(register), e.at(results, register * TILE), line)
+    with e.loop(0, n_blocks) as k:
+        offset = e.mul(k, TILE)
+        tokens, weights = e.add(x, offset), e.add(panels, offset)
+        _tile(e, "tileloadd64", _register(6), e.at(weights), line)
+        _tile(e, "tileloadd64", _register(4), e.at(tokens), line)
+        _tile(e, "tdpbf16ps", _register(0), _register(4), _register(6))
+        _tile(e, "tileloadd64", _register(7), e.at(weights, TILE_CHUNK * TILE), line)
+        _tile(e, "tdpbf16ps", _register(1), _register(4), _register(7))
+        _tile(e, "tileloadd64", _register(5), e.at(e.add(tokens, row_of_tiles)), line)
+        _tile(e, "tdpbf16ps", _register(2), _register(5), _register(6))
+        _tile(e, "tdpbf16ps", _register(3), _register(5), _register(7))
+    for register in range(4):
+        _tile(e, "tilestored64", _register(register), e.at(results, register * TILE), line)
+
+
+def _finisher(epilogue: str) -> Callable[..., None]:
+    def finish(e: Emitter, results: Value, y: Value, stride: Value) -> None:
+        for half in range(2):
+            with e.loop(0, 16) as token:
+                line = e.add(results, e.mul(token, 64))
+                first, second = (e.load(e.vf, line, (2 * half + i) * TILE) for i in range(2))
+                if epilogue in ("silu", "gelu"):
+                    value = to_bfloat(e, e.b.fmul(e.gate(epilogue, first), second))
+                    e.store(value, e.add(y, e.mul(stride, half), e.mul(token, 64)))
+                    continue
+                place = e.add(y, e.mul(stride, 16 * half), e.b.mul(stride, token))
+                if epilogue == "add":
+                    first = e.b.fadd(first, e.load(e.vf, place))
+                    second = e.b.fadd(second, e.load(e.vf, place, 64))
+                e.store(first, place)
+                e.store(second, place, 64)
+
+    return finish
+
+
+def _pair(e: Emitter, first: Value, second: Value) -> Value:
+    """Two float32 vectors as bf16 pairs, the first in the low half of each 32 bits."""
+    half = e.const(e.vi, 0x8000)
+    low = e.b.lshr(e.b.add(e.b.bitcast(first, e.vi), half), e.const(e.vi, 16))
+    high = e.b.and_(e.b.add(e.b.bitcast(second, e.vi), half), e.const(e.vi, -65536))
+    return e.b.or_(low, high)
+
+
+def _unpacker(codec: Codec) -> Callable[..., None]:
+    """One panel's blocks -> bf16 tiles: row k/2 of a tile holds for each of 16 weight rows the pair k, k+1."""
+
+    def unpack(e: Emitter, panel: Value, tiles: Value, n_blocks: Value) -> None:
+        block_bytes = codec.block_bytes(e.lanes)
+        with e.loop(0, n_blocks) as k:
+            block = e.add(panel, e.mul(k, block_bytes))
+            tile = e.add(tiles, e.mul(k, TILE))
+            for line in range(0, block_bytes, 64):
+                e.prefetch(block, 2048 + line)
+            emit(e, codec, block, tile)
+
+    emit = _unpack_bfloat if codec.name == "bf16" else _unpack_codes
+    return unpack
+
+
+def _unpack_bfloat(e: Emitter, codec: Codec, block: Value, tile: Value) -> None:
+    halves = ir.VectorType(I16, 16)
+    for pair in range(16):
+        low, high = (e.b.zext(e.load(halves, block, (2 * pair + i) * 32), e.vi) for i in range(2))
+        e.store(e.b.or_(low, e.b.shl(high, e.const(e.vi, 16))), tile, pair * 64)
+
+
+def _unpack_codes(e: Emitter, codec: Codec, block: Value, tile: Value) -> None:
+    scales_at = codec.block_bytes(e.lanes) - 32 * (BLOCK // codec.group + codec.has_min)
+    scales = [e.load_half(block, scales_at + 32 * i) for i in range(BLOCK // codec.group)]
+    if codec.has_min:
+        base = [e.load_half(block, scales_at + 32)]
+    elif codec.table or codec.bits == 4:
+        base = []
+    else:
+        base = [e.b.fmul(scale, e.const(e.vf, -codec.offset)) for scale in scales]
+    for pair in range(16):
+        quad = pair // 2
+        group = quad // 4 if codec.group == 16 else 0
+        values = []
+        for i in (2 * (pair % 2), 2 * (pair % 2) + 1):
+            value = _code(e, codec, block, quad, i)
+            if base:
+                value = e.fma(value, scales[group], base[group])
+            else:
+                value = e.b.fmul(value, scales[group])
+            values.append(value)
+        e.store(_pair(e, *values), tile, pair * 64)
+
+
+def _code(e: Emitter, codec: Codec, block: Value, quad: int, i: int) -> Value:
+    """The codes of weight 4*quad + i of 16 rows as float32; 4-bit ones by table, offset included."""
+    if codec.bits == 8:
+        words = e.load(e.vi, block, quad * 64)
+        byte = e.b.lshr(words, e.const(e.vi, 8 * i))
+        return e.to_float(e.b.and_(byte, e.const(e.vi, 255)))
+    words = e.load(e.vi, block, quad % 4 * 64)
+    codes = e.b.lshr(words, e.const(e.vi, 8 * i + 4 * (quad // 4)))
+    if codec.bits == 4:
+        values = codec.table or tuple(range(-codec.offset, 16 - codec.offset))
+        table = ir.Constant(e.vf, [ir.Constant(e.vf.element, float(value)) for value in values])
+        return e.call("llvm.x86.avx512.permvar.sf.512", e.vf, table, codes)
+    low = e.b.and_(codes, e.const(e.vi, 15))
+    plane = e.load(e.vi, block, (4 + (quad // 4 if codec.bits == 6 else 0)) * 64)
+    source = 8 * i + (quad if codec.bits == 5 else 2 * (quad % 4))
+    mask = 1 if codec.bits == 5 else 3
+    high = e.b.and_(e.b.lshr(plane, e.const(e.vi, source)), e.const(e.vi, mask))
+    return e.to_float(e.b.or_(low, e.b.shl(high, e.const(e.vi, 4))))

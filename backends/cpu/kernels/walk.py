@@ -1,0 +1,141 @@
+"""Walking a tape: what each thread of the team runs.
+
+A tape is int64 (n_ops, 3): kernel address, argument address, whether all threads meet after it. The team's shared
+state is an int64 array; words that threads poll stand on cache lines of their own (places below).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from edgert.backends.cpu.isa import Isa
+from edgert.backends.cpu.simd import I32, I64, put_word, word
+
+GENERATION = 0  # how many tapes were posted
+ARRIVALS = 16  # how often threads have reached a meeting point, over all time
+TAPE = 32  # address, ops, arrivals before this tape; then whether to stop, and the address of sched_yield
+N_OPS, BASE, STOP, YIELD = 33, 34, 35, 36
+PARKED = 48  # one cache line a thread: 1 while it sleeps outside
+LINE = 8
+
+SPINS = 2000  # polls with a pause between, before a waiting thread offers its core to others
+YIELDS = 200  # offers before an idle worker goes to sleep
+
+
+@intrinsic
+def _load(_context: Any, address: Any) -> Any:
+    def generate(_c: Any, builder: Any, _s: Any, values: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(values[0], I64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _exchange(_context: Any, address: Any, value: Any) -> Any:
+    def generate(_c: Any, builder: Any, _s: Any, values: Any) -> Any:
+        return builder.atomic_rmw("xchg", builder.inttoptr(values[0], I64.as_pointer()), values[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _add(_context: Any, address: Any, value: Any) -> Any:
+    def generate(_c: Any, builder: Any, _s: Any, values: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(values[0], I64.as_pointer()), values[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _call(_context: Any, function: Any, thread: Any, n_threads: Any, arguments: Any) -> Any:
+    def generate(context: Any, builder: Any, _s: Any, values: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@intrinsic
+def _call_yield(_context: Any, function: Any) -> Any:
+    def generate(context: Any, builder: Any, _s: Any, values: Any) -> Any:
+        builder.call(builder.inttoptr(values[0], ir.FunctionType(I32, []).as_pointer()), [])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def _pause(_context: Any) -> Any:
+    """Tells the processor that this thread is polling."""
+
+    def generate(context: Any, builder: Any, _s: Any, _values: Any) -> Any:
+        if platform.machine().lower() in ("x86_64", "amd64"):
+            name, arguments = "llvm.x86.sse2.pause", []
+        else:
+            name, arguments = "llvm.aarch64.hint", [ir.Constant(I32, 1)]
+        kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+def build(isa: Isa, role: str) -> Callable[[int, int, int], None]:
+    """Roles: "post" announces the tape that the state holds, "lead" walks it, "worker" waits for tapes until it parks.
+
+    The third argument is the address of the state.
+    """
+    leads = role == "lead"
+
+    def post(_thread, _n_threads, state):
+        _add(state + 8 * GENERATION, 1)
+
+    if role == "post":
+        return post
+
+    def walk(thread, n_threads, state):
+        while True:
+            if not leads:
+                mine = state + 8 * (PARKED + LINE * thread)
+                seen = word(mine, 1)
+                tries = 0
+                while _load(state + 8 * GENERATION) == seen:
+                    tries += 1
+                    if tries < SPINS:
+                        _pause()
+                    elif tries < SPINS + YIELDS:
+                        _call_yield(word(state, YIELD))
+                    else:
+                        _exchange(mine, 1)
+                        if _load(state + 8 * GENERATION) == seen:
+                            return  # the caller sleeps until it is woken, and calls again
+                        _exchange(mine, 0)
+                put_word(mine + 8, seen + 1)
+                if _load(state + 8 * STOP):
+                    return
+            tape, n_ops, target = word(state, TAPE), word(state, N_OPS), word(state, BASE)
+            for i in range(n_ops):
+                op = tape + 24 * i
+                _call(word(op, 0), thread, n_threads, word(op, 1))
+                if word(op, 2):
+                    target += n_threads
+                    _add(state + 8 * ARRIVALS, 1)
+                    tries = 0
+                    while _load(state + 8 * ARRIVALS) < target:
+                        tries += 1
+                        if tries < SPINS:
+                            _pause()
+                        else:
+                            _call_yield(word(state, YIELD))
+            if leads:
+                return
+
+    return walk

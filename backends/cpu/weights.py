@@ -1,0 +1,125 @@
+"""Reads a file's tensors and packs them for the kernels, without ever holding the file and the copy together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.backends.cpu import compiler
+from edgert.backends.cpu.isa import Isa
+from edgert.backends.cpu.layouts import BLOCK, CODEC_OF, CODECS, n_panels
+from edgert.backends.cpu.team import Team
+from edgert.errors import UnsupportedFormatError
+from edgert.quantize.formats import check_finite
+from edgert.quantize.gguf_file import GGUFFile
+
+
+def aligned(n_bytes: int) -> NDArray[np.uint8]:
+    """Zeroed bytes at a multiple of 64; pages come into being when they are touched."""
+    raw = np.zeros(n_bytes + 64, np.uint8)
+    skip = -raw.ctypes.data % 64
+    return raw[skip : skip + n_bytes]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Packed weights, uint8; `n_panels` is even, the rows past `n_rows` are zeros."""
+
+    codec: str
+    n_rows: int
+    n_cols: int
+    n_panels: int
+    data: NDArray[np.uint8]
+
+
+class Packer:
+    """Packs the tensors of one file; keeps one buffer, of the largest tensor's size, while it lives."""
+
+    def __init__(self, file: GGUFFile, isa: Isa, team: Team) -> None:
+        self._file = file
+        self._isa = isa
+        self._team = team
+        self._buffer = np.empty(0, np.uint8)
+
+    @staticmethod
+    def kernels(file: GGUFFile, names: Sequence[str]) -> set[str]:
+        """The kernels that packing these tensors needs.
+
+        Raises: UnsupportedFormatError for a tensor type without a layout, or rows that are not blocks of 32.
+        """
+        found = set()
+        for name in names:
+            tensor = file.tensor(name)
+            if tensor.format.name not in CODEC_OF:
+                raise UnsupportedFormatError(
+                    f"{file.path}: tensor {name} has type {tensor.format.name}; the cpu backend runs "
+                    f"{', '.join(CODEC_OF)}."
+                )
+            if tensor.n_cols % BLOCK:
+                raise UnsupportedFormatError(
+                    f"{file.path}: tensor {name} has rows of {tensor.n_cols}; the cpu backend runs multiples of {BLOCK}."
+                )
+            found.add(compiler.name_of("repack", format=tensor.format.name))
+        return found
+
+    def pack(self, names: Sequence[str]) -> list[Matrix]:
+        """Packs tensors with equal columns one below the other; neighbours of the same codec become one matrix."""
+        groups: list[list[str]] = []
+        for name in names:
+            rows_before = self._file.tensor(groups[-1][-1]).n_rows if groups else 1
+            if groups and self._codec(groups[-1][-1]) == self._codec(name) and rows_before % self._isa.lanes == 0:
+                groups[-1].append(name)
+            else:
+                groups.append([name])
+        return [self._join(group, interleave=False) for group in groups]
+
+    def pack_pair(self, gate: str, up: str) -> Matrix | None:
+        """Packs two tensors with their panels in turn; None if their codecs differ."""
+        if self._codec(gate) != self._codec(up) or self._file.tensor(gate).n_rows % (2 * self._isa.lanes):
+            return None
+        return self._join([gate, up], interleave=True)
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        """A small tensor as float32."""
+        tensor = self._file.tensor(name)
+        check_finite(tensor)
+        return np.ascontiguousarray(tensor.dequantize().reshape(-1), np.float32)
+
+    def _codec(self, name: str) -> str:
+        return CODEC_OF[self._file.tensor(name).format.name]
+
+    def _join(self, names: list[str], interleave: bool) -> Matrix:
+        lanes = self._isa.lanes
+        codec = CODECS[self._codec(names[0])]
+        tensors = [self._file.tensor(name) for name in names]
+        n_cols = tensors[0].n_cols
+        n_rows = sum(tensor.n_rows for tensor in tensors)
+        panels = n_panels(n_rows, 2 * lanes) * 2
+        data = aligned(panels * codec.panel_bytes(n_cols, lanes))
+        first = 0
+        for i, tensor in enumerate(tensors):
+            if len(self._buffer) < tensor.n_bytes:
+                self._buffer = np.empty(tensor.n_bytes, np.uint8)
+            raw = self._buffer[: tensor.n_bytes]
+            tensor.read_into(raw)
+            check_finite(tensor, raw)
+            arguments = np.array(
+                [
+                    raw.ctypes.data,
+                    tensor.row_bytes,
+                    tensor.n_rows,
+                    n_cols,
+                    data.ctypes.data,
+                    i if interleave else first,
+                    len(tensors) if interleave else 1,
+                ],
+                np.int64,
+            )
+            name = compiler.name_of("repack", format=tensor.format.name)
+            address = compiler.addresses([name], self._isa)[name]
+            self._team.run(np.array([[address, arguments.ctypes.data, 1]], np.int64))
+            first += n_panels(tensor.n_rows, lanes)
+        return Matrix(codec.name, n_rows, n_cols, panels, data)
