@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import json
 import os
 import re
@@ -82,9 +83,10 @@ class PipSettings:
         def several(name: str) -> tuple[str, ...]:
             return tuple(values.get(name, "").split())
 
+        uv = environ.get("UV_DEFAULT_INDEX") or environ.get("UV_INDEX_URL")  # for those who have uv and no pip
         seconds = values.get("timeout") or values.get("default-timeout") or "15"
         return cls(
-            index_url=values.get("index-url") or values.get("pypi-url") or default_index_url(),
+            index_url=values.get("index-url") or values.get("pypi-url") or uv or default_index_url(),
             extra_index_urls=several("extra-index-url"),
             find_links=several("find-links"),
             no_index=values.get("no-index", "").strip().lower() in ("1", "true", "yes", "on", "y", "t"),
@@ -150,9 +152,12 @@ def default_index_url() -> str:
         return str(PyPI.simple_url)
     except ImportError:
         pass
-    import ensurepip
+    places = [Path("/usr/share/python-wheels")]  # Debian's
+    with contextlib.suppress(ImportError):
+        import ensurepip
 
-    for wheel in sorted((Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")):
+        places.insert(0, Path(ensurepip.__file__).parent / "_bundled")
+    for wheel in (wheel for place in places for wheel in sorted(place.glob("pip-*.whl"))):
         names: dict[str, Any] = {"__name__": "pip_models_index"}
         with zipfile.ZipFile(wheel) as archive:
             exec(compile(archive.read("pip/_internal/models/index.py"), "pip index", "exec"), names)

