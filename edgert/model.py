@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +21,11 @@ from edgert.sampler import Sampler
 from edgert.stream import Stream
 
 if TYPE_CHECKING:
+    from edgert.backends.cpu.sampling import SampleKernel
     from edgert.template import ChatTemplate
     from edgert.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 OnProgress = Callable[[Progress], object]
@@ -35,6 +39,7 @@ def load(
     backend: str = "auto",
     sampling: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
     **backend_options: Any,
 ) -> Model:
     """Loads a model file.
@@ -45,6 +50,7 @@ def load(
     backend:          "auto", "cpu" or "llama"
     sampling:         defaults of this model's requests, over those that the file recommends
     chat_template:    a Jinja template in place of the file's
+    progress:         called with (done, all) while kernels are compiled, which happens once on a machine
     backend_options:  passed on to the backend
 
     Raises: EdgertError and its subclasses, when the file, the machine or an option is at fault.
@@ -57,12 +63,25 @@ def load(
     path = store.resolve(os.fspath(model))
     with GGUFFile.open(path) as file:
         tokenizer = Tokenizer.from_gguf(file)
-        template = ChatTemplate.from_gguf(file)
+        template = ChatTemplate.from_gguf(file, chat_template, tokenizer)
         defaults = SamplingParams.from_metadata(file.metadata)
     if sampling:
         defaults = Options.of(defaults, **sampling).sampling
-    engine = backends.load(path, backend=backend, n_ctx=n_ctx, n_threads=n_threads, **backend_options)
-    return Model(engine, tokenizer, template, defaults)
+    engine = backends.load(
+        path, backend=backend, n_ctx=n_ctx, n_threads=n_threads, progress=progress, **backend_options
+    )
+    return Model(engine, tokenizer, template, defaults, _sample_kernel(progress))
+
+
+def _sample_kernel(progress: Callable[[int, int], None] | None) -> SampleKernel | None:
+    """The compiled sampler, or None where it cannot be had: then NumPy samples."""
+    try:
+        from edgert.backends.cpu.sampling import SampleKernel
+
+        return SampleKernel(progress=progress)
+    except (ImportError, OSError, RuntimeError, EdgertError) as error:
+        logger.warning("sampling runs in NumPy, because its kernel cannot be compiled: %s", error)
+        return None
 
 
 class Model:
@@ -74,11 +93,13 @@ class Model:
         tokenizer: Tokenizer,
         template: ChatTemplate | None = None,
         defaults: SamplingParams | None = None,
+        sample_kernel: SampleKernel | None = None,
     ) -> None:
         self.backend = backend
         self.tokenizer = tokenizer
         self.template = template
         self.defaults = defaults or SamplingParams()
+        self._sample_kernel = sample_kernel
         self._engine = Engine(backend)
         self._finalizer = weakref.finalize(self, self._engine.close)  # runs at exit of the program as well
 
@@ -250,12 +271,11 @@ class Model:
         assert isinstance(result, np.ndarray)
         return result
 
-    def _start(
-        self, prompt: Sequence[int], on_progress: OnProgress | None, params: Mapping[str, Any]
-    ) -> Stream:
+    def _start(self, prompt: Sequence[int], on_progress: OnProgress | None, params: Mapping[str, Any]) -> Stream:
         options = Options.of(self.defaults, **params)
         end_ids = self.tokenizer.end_ids
-        sampler = Sampler(options.sampling, self.backend.n_vocab, end_ids if options.ignore_eos else ())
+        banned = end_ids if options.ignore_eos else ()
+        sampler = Sampler(options.sampling, self.backend.n_vocab, banned, self._sample_kernel)
         task = Generation(self._ids(prompt), options, sampler, self.tokenizer.stream_decoder(), end_ids)
         self._engine.submit(task)
         return Stream(task, on_progress)
@@ -277,6 +297,3 @@ class Model:
         if given.min() < 0 or given.max() >= self.backend.n_vocab:
             raise RequestError("prompt", f"has token ids outside the vocabulary of {self.backend.n_vocab}")
         return given.astype(np.int32)
-
-
-__all__ = ["EdgertError", "Model", "load"]

@@ -35,7 +35,7 @@ def kernel(request: pytest.FixtureRequest) -> SampleKernel | None:
 def plain(logits: Any, history: Any, p: SamplingParams) -> tuple[list[int], list[float]]:
     """The chain, one token at a time, in float64."""
     values = {i: float(v) + p.logit_bias.get(i, 0.0) for i, v in enumerate(logits)}
-    window = list(history) if p.repeat_last_n < 0 else list(history)[len(history) - p.repeat_last_n :]
+    window = list(history) if p.repeat_last_n < 0 else list(history)[max(0, len(history) - p.repeat_last_n) :]
     for token in set(window):
         v = values[token]
         v = v / p.repeat_penalty if v > 0 else v * p.repeat_penalty
