@@ -68,9 +68,10 @@ class Task(ABC):
     want_all = False  # whether the logits after every token are wanted, not only after the last
 
     def __init__(self, prompt: NDArray[np.int32]) -> None:
-        self.prompt = prompt
+        self.prompt = prompt  # what to evaluate first; after an interruption with the tokens chosen until then
         self.slot: Slot
-        self.n_reused = 0
+        self.n_reused = 0  # tokens of the prompt that were cached when it began
+        self.begun = False
         self.cancelled = False
         self.done = False
         self.output: SimpleQueue[Chunk | Progress | NDArray[np.float32] | BaseException] = SimpleQueue()
@@ -91,7 +92,7 @@ class Task(ABC):
         self.put(error)
 
     def begin(self) -> None:  # noqa: B027
-        """Called when the task has its slot."""
+        """Called when the task has a slot for the first time."""
 
     @abstractmethod
     def advance(self, logits: NDArray[np.float32]) -> None:
@@ -119,6 +120,7 @@ class Generation(Task):
         self._decoder = decoder
         self._end_ids = frozenset(end_ids)
         self._stops = StopStrings(options.stop)
+        self._n_prompt = len(prompt)
         self._n_read = 0  # tokens of the prompt that are in the cache
         self._n_predicted = 0
         self._tokens: list[int] = []  # since the last chunk
@@ -185,9 +187,9 @@ class Generation(Task):
         )
 
     def _report_progress(self) -> None:
-        self._n_read = min(self.slot.n_cached, len(self.prompt))
+        self._n_read = min(self.slot.n_cached, self._n_prompt)
         elapsed = 1e3 * (perf_counter() - self._started)
-        self.put(Progress(len(self.prompt), self.n_reused, self._n_read, elapsed))
+        self.put(Progress(self._n_prompt, self.n_reused, self._n_read, elapsed))
 
     def cancel(self) -> None:
         self._finish("cancelled")
@@ -225,6 +227,7 @@ class Engine:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._crowded = False  # the cache was full: nobody begins until somebody has ended
         self._clock = itertools.count(1)
         n = backend.n_batch
         self._tokens = np.empty(n, np.int32)
@@ -272,8 +275,8 @@ class Engine:
                     break
             try:
                 self.step()
-            except DoesNotFitError as error:  # the cache is full: the newest gives way to the others
-                self._running[-1].fail(error)
+            except DoesNotFitError as error:
+                self._give_way(error)
             except Exception as error:
                 logger.exception("a step failed")
                 for task in self._running:
@@ -301,12 +304,18 @@ class Engine:
             if task.cancelled and not task.done:
                 task.cancel()
         self._retire()
-        while self._waiting and len(self._running) < len(self._slots):
+        while self._waiting and len(self._running) < len(self._slots) and not self._crowded:
             task = self._waiting.popleft()
             if not task.done:
-                self._place(task)
+                try:
+                    self._place(task)
+                except Exception as error:
+                    task.fail(error)
+                    raise
                 self._running.append(task)
-                task.begin()
+                if not task.begun:
+                    task.begin()
+                    task.begun = True
 
     def _place(self, task: Task) -> None:
         """Gives the task a slot, with the longest cached beginning of its prompt."""
@@ -319,24 +328,27 @@ class Engine:
             reused = min(best.common(prompt), len(prompt) - 1)  # the last token's logits are not kept
         if best and reused and best.task is None and (empty is None or best.n_cached <= 2 * reused):
             slot = best
-            self.backend.truncate(slot.sequence, reused)
         else:  # what the source holds beyond the common part is worth more than an empty slot
             slot = empty or min(free, key=lambda slot: slot.last_use)
+        try:
             if slot is best:
                 self.backend.truncate(slot.sequence, reused)
             else:
                 self.backend.free(slot.sequence)
                 if best and reused:
                     self.backend.fork(best.sequence, slot.sequence, reused)
+        except DoesNotFitError:  # no memory for the part that two sequences would have to hold apart
+            self.backend.free(slot.sequence)
+            reused = 0
         slot.tokens[: len(prompt)] = prompt
         slot.n_tokens, slot.n_cached = len(prompt), reused
-        slot.task, task.slot, task.n_reused = task, slot, reused
+        slot.task, task.slot = task, slot
+        if not task.begun:
+            task.n_reused = reused
 
     def _plan(self) -> list[tuple[Task, int, int]]:
         """The tasks of this step, how many tokens each evaluates, and how many rows of logits it gets."""
-        tasks = sorted(
-            self._running, key=lambda task: task.slot.pending > 1
-        )  # next tokens first, then prompts
+        tasks = sorted(self._running, key=lambda task: task.slot.pending > 1)  # next tokens first, then prompts
         budget = self.backend.n_batch
         if tasks and tasks[0].slot.pending == 1 and tasks[-1].slot.pending > 1:
             decodes = sum(task.slot.pending == 1 for task in tasks)
@@ -361,9 +373,7 @@ class Engine:
             self._wanted[start:end] = False
             self._wanted[end - rows : end] = True
             start = end
-        batch = Batch(
-            self._tokens[:start], self._sequences[:start], self._positions[:start], self._wanted[:start]
-        )
+        batch = Batch(self._tokens[:start], self._sequences[:start], self._positions[:start], self._wanted[:start])
         while True:
             try:
                 return self.backend.forward(batch)
@@ -381,14 +391,30 @@ class Engine:
         slot.n_tokens = slot.n_cached = 0
         return True
 
+    def _give_way(self, error: DoesNotFitError) -> None:
+        """The newest task waits until another has ended; one that is alone and does not fit fails."""
+        newest = self._running[-1]
+        if len(self._running) == 1:
+            newest.fail(error)
+            return
+        slot = newest.slot
+        newest.prompt = slot.tokens[: slot.n_tokens].copy()
+        self._release(slot)
+        self._running.pop()
+        self._waiting.appendleft(newest)
+        self._crowded = True
+
     def _retire(self) -> None:
         """Frees the slots of tasks that are done; what they have cached stays for the next prompt."""
         for task in self._running:
             if task.done:
-                slot = task.slot
-                slot.task, slot.n_cached, slot.last_use = None, self._kept(slot), next(self._clock)
-                slot.n_tokens = slot.n_cached
+                self._release(task.slot)
+                self._crowded = False
         self._running = [task for task in self._running if not task.done]
+
+    def _release(self, slot: Slot) -> None:
+        slot.task, slot.n_cached, slot.last_use = None, self._kept(slot), next(self._clock)
+        slot.n_tokens = slot.n_cached
 
     def _kept(self, slot: Slot) -> int:
         """How much of the slot is sound, the backend's word counting as well after a failed step."""

@@ -65,8 +65,11 @@ def load(
         tokenizer = Tokenizer.from_gguf(file)
         template = ChatTemplate.from_gguf(file, chat_template, tokenizer)
         defaults = SamplingParams.from_metadata(file.metadata)
+        n_ctx = n_ctx or file.get(f"{file.architecture}.context_length", int)
     if sampling:
         defaults = Options.of(defaults, **sampling).sampling
+    if backend in ("auto", "cpu"):  # requests at once share the memory of one context; who lacks room waits
+        backend_options = {"n_seq_max": 4, "n_cached": n_ctx} | backend_options
     engine = backends.load(
         path, backend=backend, n_ctx=n_ctx, n_threads=n_threads, progress=progress, **backend_options
     )

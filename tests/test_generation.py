@@ -393,23 +393,51 @@ def test_logits_that_are_no_numbers_end_one_request_only() -> None:
         assert len(good.reply().tokens) == 100
 
 
-def test_a_full_cache_first_costs_idle_prefixes_then_the_newest_request() -> None:
-    with fake_model(n_seq_max=3, n_ctx=300, n_batch=300, delay=0.001) as model:
-        backend = fake(model)
+def bound(model: Model, n_cells: int) -> FakeBackend:
+    """Lets all sequences together have so many positions."""
+    backend = fake(model)
 
-        def bound(batch: Any) -> None:
-            if backend.memory()["kv"] + len(batch) > 200:
-                raise DoesNotFitError("the cache is full")
+    def check(batch: Any) -> None:
+        if backend.memory()["kv"] + len(batch) > n_cells:
+            raise DoesNotFitError("the cache is full")
 
-        backend.before_forward = bound
+    backend.before_forward = check
+    return backend
+
+
+def test_a_full_cache_costs_idle_prefixes_first() -> None:
+    with fake_model(n_seq_max=3, n_ctx=300, n_batch=300) as model:
+        bound(model, 200)
         for text in ("a" * 90, "b" * 90):
             model.generate(text, max_tokens=1)
         assert model.generate("c" * 150, max_tokens=1).tokens
-        first = model.generate("d" * 100, True, max_tokens=60)
-        next(first)
         with pytest.raises(DoesNotFitError):
-            model.generate("e" * 120, max_tokens=1)
-        assert len(first.reply().tokens) == 60
+            model.generate("d" * 250, max_tokens=1)
+        assert model.generate("c" * 150, max_tokens=1).stats.cache_n == 1  # d's begin token
+        assert model.generate("c" * 150, max_tokens=1).stats.prompt_n == 1
+
+
+def test_who_lacks_room_in_the_cache_waits_and_loses_nothing() -> None:
+    with fake_model(n_seq_max=4, n_ctx=200, n_batch=30, delay=0.0003) as model:
+        alone = {f"{i}" * 60: model.generate(f"{i}" * 60, max_tokens=90) for i in range(5)}
+        bound(model, 200)
+        streams = {prompt: model.generate(prompt, True, max_tokens=90) for prompt in alone}
+        for prompt, stream in streams.items():
+            reply = stream.reply()
+            assert (reply.text, reply.finish_reason) == (alone[prompt].text, "length")
+            assert reply.stats.prompt_n + reply.stats.cache_n == 61
+            assert reply.stats.predicted_n == 90
+        assert any(len(set(batch.sequences)) > 1 for batch in fake(model).batches)
+
+
+def test_four_requests_of_a_whole_context_each() -> None:
+    with fake_model(n_seq_max=4, n_ctx=128, n_batch=30) as model:
+        alone = [model.generate(f"{i}", ignore_eos=True).text for i in range(4)]
+        bound(model, 128)
+        streams = [model.generate(f"{i}", True, ignore_eos=True) for i in range(4)]
+        replies = [stream.reply() for stream in streams]
+        assert [reply.text for reply in replies] == alone
+        assert {reply.finish_reason for reply in replies} == {"length"}
 
 
 # Progress, statistics, log probabilities
