@@ -22,6 +22,7 @@ Message = Mapping[str, Any]
 Shape = Literal["any", "text", "parts"]
 
 _PROBE = "edgert probes"
+_PROBE_SECONDS = 0.2
 _THINKING = re.compile(r"[<\[]/?think(ing)?[>\]]", re.IGNORECASE)
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_. -]*")
 
@@ -184,11 +185,19 @@ class ChatTemplate:
         return "parts" if _PROBE not in text and _PROBE in parts else "text"
 
     def _probe(self, content: Any) -> str:
-        message = {"role": "user", "content": content}
-        try:
-            return "".join(self._render(self._template, [message], None, True, {}))
-        except (RequestError, _FailedError):
-            return ""
+        from edgert.template import sandbox
+
+        names = self._names | {
+            "messages": [{"role": "user", "content": content}],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        with sandbox.metered(sandbox.Meter(seconds=_PROBE_SECONDS)):
+            try:
+                return self._template.render(names)
+            except Exception:
+                return ""
 
 
 class _FailedError(Exception):

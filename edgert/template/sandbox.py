@@ -30,6 +30,7 @@ SECONDS = 1.0
 LONGEST = 1 << 20  # characters of one text, elements of one list; grows with the input
 ACCOUNT = 64 << 20  # bytes of everything that a render makes; grows with the input
 _DEEPEST = 64  # lists within lists
+_ELEMENT = 8  # what an element weighs beside its characters
 _MOST_BITS = 1 << 14
 _WIDEST = 1000  # digits or columns that a format may ask for
 
@@ -55,15 +56,16 @@ class Meter:
     unseen:  a character that tojson keeps as it is
     """
 
-    def __init__(self, given: int = 0, unseen: str = "") -> None:
-        self._deadline = monotonic() + SECONDS
+    def __init__(self, given: int = 0, unseen: str = "", seconds: float = SECONDS) -> None:
+        self._seconds = seconds
+        self._deadline = monotonic() + seconds
         self._longest = LONGEST + 4 * given
         self._left = ACCOUNT + 64 * given
         self.unseen = unseen
 
     def tick(self) -> None:
         if monotonic() > self._deadline:
-            raise LimitError(f"it ran for more than {SECONDS:g} s")
+            raise LimitError(f"it ran for more than {self._seconds:g} s")
 
     def check(self, length: int) -> None:
         """Refuses a text or list of that length before it is made."""
@@ -95,18 +97,18 @@ class Meter:
             raise LimitError("it uses too much memory")
 
     def weigh(self, value: Any, depth: int = 0) -> int:
-        """Characters and elements of a value with all that it holds, as often as it holds it."""
+        """Characters of a value with all that it holds, as often as it holds it; a number counts as some."""
         if isinstance(value, str):
-            return len(value)
+            return len(value) + _ELEMENT
         if isinstance(value, Mapping):
             items: Iterable[Any] = (part for item in value.items() for part in item)
         elif isinstance(value, list | tuple | set | frozenset):
             items = value
         else:
-            return 1
+            return _ELEMENT
         if depth > _DEEPEST:
             raise LimitError("it nests lists too deeply")
-        total = 1
+        total = _ELEMENT
         for item in items:
             total += self.weigh(item, depth + 1)
             if total > self._longest:

@@ -157,6 +157,8 @@ def _end_ids(
     markers = {text: ids[text.encode()] for text in END_MARKERS if text.encode() in ids}
     words = {text: ids[text.encode()] for text in END_WORDS if text.encode() in ids}
     types[list(markers.values())] = CONTROL
+    if "</s>" in words and b"<s>" in ids and types[ids[b"<s>"]] == CONTROL:
+        types[words["</s>"]] = CONTROL  # Phi-3 says user-defined; where <s> is text as well, both are HTML
     end.update(markers.values(), (i for i in words.values() if types[i] == CONTROL))
     if {"<|return|>", "<|call|>"} <= markers.keys() or {"<|calls|>", "<|flush|>"} <= markers.keys():
         end.discard(markers.get("<|end|>", -1))  # there it only ends a part of the answer
