@@ -78,7 +78,6 @@ def library() -> ModuleType:
     global _library, _callback
     if _library is None:
         try:
-            package = importlib.import_module("llama_cpp")
             module = importlib.import_module("llama_cpp.llama_cpp")
         except ModuleNotFoundError as error:
             if error.name is None or not error.name.startswith("llama_cpp"):
@@ -92,14 +91,14 @@ def library() -> ModuleType:
         _callback = module.llama_log_callback(lambda level, text, _: _log.write(level, text))
         module.llama_log_set(_callback, ctypes.c_void_p(0))
         module.llama_backend_init()
-        module.edgert_version = getattr(package, "__version__", "unknown")
         _library = module
     return _library
 
 
 def version() -> str:
     """The version of llama-cpp-python."""
-    return str(library().edgert_version)  # type: ignore[attr-defined]
+    library()
+    return str(sys.modules["llama_cpp"].__version__)
 
 
 def system_info() -> str:
@@ -310,7 +309,7 @@ class LlamaBackend(Backend):
             raise EdgertError("llama.cpp returned no logits")
         if address != self._view_address or rows > self._view_rows:
             buffer = (ctypes.c_float * (rows * self.n_vocab)).from_address(address)
-            self._view = np.frombuffer(buffer, np.float32).reshape(rows, self.n_vocab)
+            self._view = np.frombuffer(memoryview(buffer).cast("B"), np.float32).reshape(rows, self.n_vocab)
             self._view_address, self._view_rows = address, rows
         return self._view[:rows]
 
