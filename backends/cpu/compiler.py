@@ -2,8 +2,8 @@
 
 A kernel is a C function `void (int64 thread, int64 n_threads, int64 arguments)`. Its name says which module of
 `kernels/` builds it and with which parameters: `product.codec=q4_1.width=1`. The object cache is keyed by the
-sources, the versions of the compilers, the processor and the instruction set, so that a changed kernel, another
-machine, or another EDGERT_ISA never meets old code. A warm start imports llvmlite (0.1 s), not numba (0.5 s).
+kernel's sources, the versions of the compilers, the processor and the instruction set, so that a changed kernel,
+another machine, or another EDGERT_ISA never meets old code. A warm start imports llvmlite (0.1 s), not numba (0.5 s).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -43,33 +44,34 @@ def parse_name(name: str) -> tuple[str, dict[str, str]]:
     return module, dict(pair.split("=", 1) for pair in pairs)
 
 
+_IMPORT = re.compile(r"^from edgert\.backends\.cpu\.([\w.]+) import", re.MULTILINE)
+
+
 @functools.cache
-def _sources() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+def _sources(module: str) -> str:
+    """A hash of a kernel module's source and of all that it imports from this package."""
+    folder = Path(__file__).parent
+    found, left = {}, [f"kernels.{module}"]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found[name] = (folder / (name.replace(".", "/") + ".py")).read_bytes()
+            left += _IMPORT.findall(found[name].decode())
+    return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()[:16]
 
 
 @functools.cache
 def cache_folder(isa: Isa) -> Path:
-    """Where the object code for this machine and instruction set lies."""
-    key = json.dumps([_sources(), metadata.version("numba"), metadata.version("llvmlite"), sys.version_info[:2],
-                      isa.name, isa.cpu, isa.features])  # fmt: skip
+    """Where the object code for this machine, instruction set and compiler lies."""
+    versions = [metadata.version("numba"), metadata.version("llvmlite"), sys.version_info[:2]]
+    key = json.dumps([*versions, isa.name, isa.cpu, isa.features])
     root = os.environ.get("EDGERT_CACHE") or platformdirs.user_cache_dir("edgert")
-    return Path(root) / "kernels" / hashlib.sha256(key.encode()).hexdigest()[:20]
+    return Path(root) / "kernels" / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-@functools.cache
-def _engine() -> Any:
-    """One MCJIT engine for the process; it owns all loaded code, so it lives as long as the process."""
-    from llvmlite import binding
-
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    _define_helpers(binding)
-    machine = binding.Target.from_default_triple().create_target_machine()
-    return binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+def object_file(name: str, isa: Isa) -> Path:
+    """Where a kernel's object code is kept, for the present sources."""
+    return cache_folder(isa) / f"{name}.{_sources(parse_name(name)[0])}.o"
 
 
 # Helpers that Numba's wrappers name for the case that a kernel raises. None does: they check nothing.
@@ -92,6 +94,18 @@ def _define_helpers(binding: Any) -> None:
             binding.add_symbol(name, abort)
 
 
+@functools.cache
+def _engine() -> Any:
+    """One MCJIT engine for the process; it owns all loaded code, so it lives as long as the process."""
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    _define_helpers(binding)
+    machine = binding.Target.from_default_triple().create_target_machine()
+    return binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+
+
 _addresses: dict[tuple[str, Isa], int] = {}
 
 
@@ -99,8 +113,7 @@ def addresses(names: Iterable[str], isa: Isa, progress: Progress | None = None) 
     """Addresses of kernels, compiled first where the cache lacks them (in child processes, one per core)."""
     wanted = [name for name in dict.fromkeys(names) if (name, isa) not in _addresses]
     if wanted:
-        folder = cache_folder(isa)
-        missing = [name for name in wanted if not (folder / f"{name}.o").exists()]
+        missing = [name for name in wanted if not object_file(name, isa).exists()]
         if missing:
             compile_all(missing, isa, progress)
         engine = _engine()
@@ -108,7 +121,7 @@ def addresses(names: Iterable[str], isa: Isa, progress: Progress | None = None) 
 
         symbols = {}
         for name in wanted:
-            symbol, _, code = (folder / f"{name}.o").read_bytes().partition(b"\0")
+            symbol, _, code = object_file(name, isa).read_bytes().partition(b"\0")
             engine.add_object_file(binding.ObjectFileRef.from_data(code))
             symbols[name] = symbol.decode()
         engine.finalize_object()
@@ -123,7 +136,6 @@ def compile_all(names: Sequence[str], isa: Isa, progress: Progress | None = None
     Children keep Numba's memory out of this process and let each instruction set have its own code generator.
     A frozen application has no interpreter to start and compiles in its own process.
     """
-    cache_folder(isa).mkdir(parents=True, exist_ok=True)
     if getattr(sys, "frozen", False) or not sys.executable:
         for done, name in enumerate(names, 1):
             compile_one(name, isa)
@@ -169,11 +181,12 @@ def compile_one(name: str, isa: Isa) -> None:
     signature = types.void(types.int64, types.int64, types.int64)
     compiled = cfunc(signature, error_model="numpy", forceinline=True)(function)
     code = compiled._library._get_compiled_object()
-    folder = cache_folder(isa)
-    handle, temporary = tempfile.mkstemp(dir=folder)
+    path = object_file(name, isa)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(handle, "wb") as out:
         out.write(compiled.native_name.encode() + b"\0" + code)
-    os.replace(temporary, folder / f"{name}.o")
+    os.replace(temporary, path)
 
 
 def main(names: Sequence[str]) -> None:

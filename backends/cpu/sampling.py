@@ -41,6 +41,7 @@ ARGUMENTS = (
     "token",  # result: an id, or NOT_FINITE, or ALL_FORBIDDEN
 )
 PLACE = {name: place for place, name in enumerate(ARGUMENTS)}
+_PREPARED = slice(PLACE["n_bias"], PLACE["peaks"])
 NOT_FINITE, ALL_FORBIDDEN = -1, -2
 BLOCK = 64  # logits that are skipped together
 
@@ -71,14 +72,17 @@ class SampleKernel:
         draw:       in [0, 1)
         """
         n = len(logits)
-        block, token = self._buffers(n, int(arguments[PLACE["n_bias"]]))
-        block[4:16] = arguments[4:16]
-        block[:5] = logits.ctypes.data, n, window.ctypes.data, len(window), _bits(draw)
-        self._function(0, 1, block.ctypes.data)
+        words, doubles, address, token = self._buffers(n, int(arguments[PLACE["n_bias"]]))
+        words[_PREPARED] = arguments[_PREPARED]
+        words[:4] = logits.__array_interface__["data"][0], n, window.__array_interface__["data"][0], len(window)
+        doubles[4] = draw
+        self._function(0, 1, address)
         return int(token[0])
 
-    def _buffers(self, n: int, n_bias: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """This thread's argument block, its scratch memory filled in, and the place of the result."""
+    def _buffers(self, n: int, n_bias: int) -> tuple[NDArray[np.int64], NDArray[np.float64], int, NDArray[np.int64]]:
+        """This thread's argument block with its scratch memory filled in: as integers, as floats, its address;
+        and the place of the result.
+        """
         scratch = self._scratch.__dict__
         if scratch.get("n") != n or scratch["n_bias"] < n_bias:
             n_blocks = -(-n // BLOCK)
@@ -88,8 +92,9 @@ class SampleKernel:
             arrays = {name: np.zeros(size, np.int64) for name, size in sizes.items()}
             for name, array in arrays.items():
                 block[PLACE[name]] = array.ctypes.data
-            scratch.update(n=n, n_bias=n_bias, arrays=arrays, result=(block, arrays["token"]))
-        result: tuple[NDArray[np.int64], NDArray[np.int64]] = scratch["result"]
+            views = (block, block.view(np.float64), block.ctypes.data, arrays["token"])
+            scratch.update(n=n, n_bias=n_bias, arrays=arrays, views=views)
+        result: tuple[NDArray[np.int64], NDArray[np.float64], int, NDArray[np.int64]] = scratch["views"]
         return result
 
 
