@@ -294,7 +294,9 @@ class Engine:
                 task.slot.n_cached += count
                 try:
                     task.advance(logits[row : row + rows])
-                except EdgertError as error:
+                except Exception as error:  # its own affair, the others go on
+                    if not isinstance(error, EdgertError):
+                        logger.exception("a request failed")
                     task.fail(error)
                 row += rows
         self._retire()
