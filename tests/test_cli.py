@@ -165,6 +165,8 @@ def test_show(edgert: Any, tiny_model: Callable[..., Path]) -> None:
     assert facts["memory"]["n_ctx"] == 100
     text = edgert("show", str(path)).stdout
     assert "bits per weight" in text and "cache" in text
+    cost = facts["memory"]
+    assert cost["total"] == cost["weights"] + cost["kv"] + cost["buffers"] + cost["program"]
     whole = json.loads(edgert("show", str(path), "-c", "0", "--json").stdout)
     assert whole["memory"]["n_ctx"] == architecture.n_ctx_train
 

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 N_CTX = 4096  # where neither -c nor the model says otherwise
 N_BATCH = 512  # tokens of one prefill step
 
+# Python with Numba's compiler and the tokenizer: resident memory of a loaded model less its weights, cache and
+# buffers. Measured on x86-64 Linux with vocabularies of 49,152 and of 262,144 tokens: 109 MB and 133 MB.
+PROGRAM = 104_000_000
+PROGRAM_PER_TOKEN = 113
+
 
 @click.command()
 @click.argument("model", default=store.DEFAULT)
@@ -120,10 +125,11 @@ def sampling(file: GGUFFile) -> dict[str, Any]:
 
 
 def memory_cost(file: GGUFFile, architecture: Architecture, n_ctx: int | None) -> dict[str, int]:
-    """Bytes that the model takes with a context full of tokens, cache in f16.
+    """Bytes that the process takes with a context full of tokens, cache in f16.
 
     kv:       keys and values of every position and layer
     buffers:  activations of one prefill step, float32, and the logits of one token
+    program:  what runs the model
     """
     a = architecture
     if n_ctx is None:
@@ -133,13 +139,15 @@ def memory_cost(file: GGUFFile, architecture: Architecture, n_ctx: int | None) -
     kv = 2 * a.n_layer * a.n_head_kv * a.head_dim * 2 * n_ctx
     heads = (a.n_head + 2 * a.n_head_kv) * a.head_dim
     buffers = 4 * (min(N_BATCH, n_ctx) * (3 * a.n_embd + heads + 2 * a.n_ff) + a.n_vocab)
+    program = PROGRAM + PROGRAM_PER_TOKEN * a.n_vocab
     return {
         "n_ctx": n_ctx,
         "weights": weights,
         "kv": kv,
         "kv_per_token": kv // n_ctx,
         "buffers": buffers,
-        "total": weights + kv + buffers,
+        "program": program,
+        "total": weights + kv + buffers + program,
     }
 
 
@@ -189,7 +197,7 @@ def as_text(facts: dict[str, Any]) -> str:
                 "memory",
                 f"{_mb(cost['total'])} with {cost['n_ctx']:,} tokens of context: weights {_mb(cost['weights'])}, "
                 f"cache {_mb(cost['kv'])} ({cost['kv_per_token'] / 1e3:.1f} kB per token), "
-                f"buffers {_mb(cost['buffers'])}",
+                f"buffers {_mb(cost['buffers'])}, program {_mb(cost['program'])}",
             )
         )
     return "\n".join(f"{name:<14}{value}" for name, value in lines)
