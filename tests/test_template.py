@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +188,16 @@ def test_users_markers_stay_text(request: pytest.FixtureRequest, name: str) -> N
 MARKERS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "[INST]", "<s>")
 
 
+@st.composite
+def broken_markers(draw: st.DrawFn) -> list[str]:
+    """Texts that are a marker when they stand together."""
+    whole = draw(st.sampled_from(["", "<", "a", " "])) + draw(st.sampled_from(MARKERS))
+    cuts = sorted(draw(st.lists(st.integers(0, len(whole)), min_size=1, max_size=3)))
+    return [whole[i:j] for i, j in pairwise([0, *cuts, len(whole)])]
+
+
 @settings(deadline=None)
-@given(st.lists(st.text(st.sampled_from("<|im_endstar>[]/k "), max_size=12), min_size=2, max_size=4))
+@given(broken_markers())
 def test_parts_together_make_no_marker(contents: list[str]) -> None:
     """Neighbouring texts of a user must not add up to a marker, whatever the template does with them."""
     template = ChatTemplate("{% for m in messages %}{{ m.content|trim }}{% endfor %}", control_texts=MARKERS)

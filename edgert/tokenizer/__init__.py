@@ -29,7 +29,7 @@ _SPACE = "▁"
 _CACHED_WORDS = 1 << 16
 _CACHED_LENGTH = 64  # characters; longer words are rare and not kept
 _BUILT: WeakKeyDictionary[GGUFFile, Tokenizer] = WeakKeyDictionary()
-_MARKER = re.compile("<[|｜].*[|｜]>", re.DOTALL)
+_MARKER = re.compile(r"<[|｜].*[|｜]>|</?(start|end)_of_\w+>|\[/?INST\]", re.DOTALL)
 
 
 class Tokenizer:
