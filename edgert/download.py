@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import http.client
 import json
 import os
 import random
@@ -12,7 +10,6 @@ import re
 import shutil
 import sys
 import time
-import urllib.error
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -38,6 +35,8 @@ class _Again(Exception):
 
 def sha256_of(path: Path) -> str:
     """The hex digest of a file's bytes."""
+    import hashlib
+
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -176,6 +175,9 @@ def _attempt(
 
     Raises: _Again, DownloadError
     """
+    import http.client
+    import urllib.error
+
     have = _size(part)
     seen = _read_notes(notes)
     validator = seen.get("etag") or seen.get("last_modified") or ""

