@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,9 @@ _HOMES = {
     "Stats": "edgert.reply",
     "Stream": "edgert.stream",
 }
+
+
+logging.getLogger("edgert").addHandler(logging.NullHandler())  # silent unless the program asks
 
 
 def __getattr__(name: str) -> Any:  # numpy and the rest are imported when they are needed
