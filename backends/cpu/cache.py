@@ -16,18 +16,18 @@ from edgert.errors import DoesNotFitError
 class PagedCache:
     """Keys and values in float16 for `n_pages` pages.
 
-    keys, values: uint8 (n_layer, n_pages, page_bytes), laid out as `kernels/rope.py` says
-    table:        int32 (n_seq, max_pages), the page of each PAGE positions of a sequence
+    data:   uint8 (n_pages, n_layer, 2, page_bytes): the keys, then the values of a layer, as `kernels/rope.py` says;
+            a page of all layers is one piece, so that memory grows page by page even where the system's are large
+    table:  int32 (n_seq, max_pages), the page of each PAGE positions of a sequence
     """
 
     def __init__(self, n_layer: int, n_head_kv: int, head_dim: int, n_seq: int, n_ctx: int, n_pages: int) -> None:
         self.max_pages = -(-n_ctx // PAGE)
         self.n_pages = n_pages
         self.page_bytes = n_head_kv * head_dim * PAGE * 2
-        shape = (n_layer, n_pages, self.page_bytes)
-        self.keys = aligned(n_layer * n_pages * self.page_bytes).reshape(shape)
-        self.values = aligned(n_layer * n_pages * self.page_bytes).reshape(shape)
-        self.table = np.zeros((n_seq, self.max_pages + 8), np.int32)
+        self.stride = n_layer * 2 * self.page_bytes
+        self.data = aligned(n_pages * self.stride).reshape(n_pages, self.stride)
+        self.table = np.zeros((n_seq, self.max_pages + 8), np.int32)  # kernels look a few entries ahead
         self.lengths = [0] * n_seq
         self._owned = [0] * n_seq  # pages that each sequence holds
         self._references = np.zeros(n_pages, np.int32)
@@ -36,7 +36,7 @@ class PagedCache:
     @property
     def used_bytes(self) -> int:
         """Bytes of the pages in use."""
-        return (self.n_pages - len(self._free)) * self.page_bytes * 2 * self.keys.shape[0]
+        return (self.n_pages - len(self._free)) * self.stride
 
     def missing(self, growth: dict[int, int]) -> int:
         """How many pages are lacking for sequences to reach these lengths."""
@@ -81,8 +81,7 @@ class PagedCache:
         shared = int(self.table[sequence, place])
         if self._references[shared] > 1:
             page = self._take()
-            self.keys[:, page] = self.keys[:, shared]
-            self.values[:, page] = self.values[:, shared]
+            self.data[page] = self.data[shared]
             self._references[shared] -= 1
             self.table[sequence, place] = page
 
@@ -97,5 +96,6 @@ class PagedCache:
         return page
 
     def addresses(self, layer: int) -> tuple[int, int]:
-        """Where the layer's keys and values start."""
-        return self.keys[layer].ctypes.data, self.values[layer].ctypes.data
+        """Where the layer's keys and values of page 0 stand; other pages follow at `stride` bytes."""
+        keys = self.data.ctypes.data + layer * 2 * self.page_bytes
+        return keys, keys + self.page_bytes

@@ -357,7 +357,7 @@ class Graph:
         rope = a.layers[i].rope
         window = a.layers[i].window
         common = [self.positions.ctypes.data, self.slots.ctypes.data, cache.table.ctypes.data, cache.table.shape[1],
-                  keys, values]  # fmt: skip
+                  keys, values, cache.stride]  # fmt: skip
         heads = {"n_head": a.n_head, "n_head_kv": a.n_head_kv, "head_dim": a.head_dim}
         ops = [
             Op(

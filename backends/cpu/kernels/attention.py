@@ -10,7 +10,7 @@ from collections.abc import Callable
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.kernels.flash import Row, attend
 from edgert.backends.cpu.layouts import CHUNK, PAGE, partial_bytes
-from edgert.backends.cpu.simd import Emitter, Value, emitted, word
+from edgert.backends.cpu.simd import Emitter, emitted, word
 
 ARGUMENTS = (
     "q",  # float32 rows: heads of q first
@@ -23,6 +23,7 @@ ARGUMENTS = (
     "max_pages",
     "keys",
     "values",
+    "page_stride",  # bytes from a page to the next
     "window",  # positions that a token sees, itself included; 0: all
     "partials",  # (n_rows, n_head, max_chunks) results of `flash.Row`
     "max_chunks",
@@ -33,28 +34,19 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
     """Units of work are (token, chunk, key-value head); each runs the head's whole group of queries."""
     heads, heads_kv, dim = int(n_head), int(n_head_kv), int(head_dim)
     group = heads // heads_kv
-    page_bytes = heads_kv * dim * PAGE * 2
     record = partial_bytes(dim)
 
-    def run(
-        e: Emitter,
-        q: Value,
-        keys: Value,
-        values: Value,
-        pages: Value,
-        begin: Value,
-        end: Value,
-        out: Value,
-        step: Value,
+    def run(  # type: ignore[no-untyped-def]
+        e: Emitter, q, keys, values, stride, pages, begin, end, out, step
     ) -> None:
         rows = [Row(e.add(q, r * dim * 4), begin, end, e.add(out, e.mul(step, r))) for r in range(group)]
-        attend(e, dim, rows, keys, values, pages, page_bytes, begin, end)
+        attend(e, dim, rows, keys, values, stride, pages, begin, end)
 
-    attend_group = emitted(isa, 8, run)
+    attend_group = emitted(isa, 9, run)
 
     def attention(thread, n_threads, a):
         first, n_rows = word(word(a, 2), 0), word(word(a, 3), 0)
-        window, max_chunks = word(a, 10), word(a, 12)
+        window, max_chunks = word(a, 11), word(a, 13)
         total = 0
         for i in range(n_rows):
             end = word(word(a, 4), first + i) + 1
@@ -71,12 +63,13 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
             for chunk in range(begin // CHUNK, (end - 1) // CHUNK + 1):
                 for head in range(heads_kv):
                     if mine <= unit < stop:
-                        out = word(a, 11) + ((i * heads + head * group) * max_chunks + chunk) * record
+                        out = word(a, 12) + ((i * heads + head * group) * max_chunks + chunk) * record
                         inner = head * dim * PAGE * 2
                         attend_group(
                             word(a, 0) + row * word(a, 1) + head * group * dim * 4,
                             word(a, 8) + inner,
                             word(a, 9) + inner,
+                            word(a, 10),
                             pages,
                             max(begin, chunk * CHUNK),
                             min(end, (chunk + 1) * CHUNK),

@@ -19,6 +19,7 @@ ARGUMENTS = (
     "max_pages",
     "keys",
     "values",
+    "page_stride",  # bytes from a page to the next
     "window",
     "out",  # float32 rows (n_head, head_dim)
     "scratch",  # results of `flash.Row`, one set a thread
@@ -31,11 +32,10 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
     heads, heads_kv, dim = int(n_head), int(n_head_kv), int(head_dim)
     group = heads // heads_kv
     together = wide_attention_tokens(isa.lanes, group)
-    page_bytes = heads_kv * dim * PAGE * 2
     record = partial_bytes(dim)
 
     def run(  # type: ignore[no-untyped-def]
-        e: Emitter, q, q_stride, keys, values, pages, position, window, scratch, out, out_stride
+        e: Emitter, q, q_stride, keys, values, stride, pages, position, window, scratch, out, out_stride
     ) -> None:
         zero = e.i64(0)
         rows = []
@@ -50,7 +50,7 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
                 result = e.add(scratch, (t * group + g) * record)
                 rows.append(Row(e.add(q, e.mul(q_stride, t), g * dim * 4), start, end, result))
         assert begin is not None
-        attend(e, dim, rows, keys, values, pages, page_bytes, begin, e.add(position, together))
+        attend(e, dim, rows, keys, values, stride, pages, begin, e.add(position, together))
         for t in range(together):
             for g in range(group):
                 result = rows[t * group + g].out
@@ -60,12 +60,12 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
                     at = e.mul(k, 4)
                     e.store(e.b.fmul(e.load(e.vf, result, at), scale), place, at)
 
-    attend_tile = emitted(isa, 10, run)
+    attend_tile = emitted(isa, 11, run)
 
     def attention(thread, n_threads, a):
         n_rows = word(word(a, 2), 0)
         out_stride = heads * dim * 4
-        scratch = word(a, 11) + thread * word(a, 12)
+        scratch = word(a, 12) + thread * word(a, 13)
         unit = thread
         while unit < n_rows // together * heads_kv:  # a range could raise on a step of 0
             row = unit // heads_kv * together
@@ -76,11 +76,12 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
                 word(a, 1),
                 word(a, 7) + inner,
                 word(a, 8) + inner,
+                word(a, 9),
                 word(a, 5) + word(word(a, 4), row) * word(a, 6) * 4,
                 word(word(a, 3), row),
-                word(a, 9),
+                word(a, 10),
                 scratch,
-                word(a, 10) + row * out_stride + head * group * dim * 4,
+                word(a, 11) + row * out_stride + head * group * dim * 4,
                 out_stride,
             )
             unit += n_threads

@@ -16,6 +16,7 @@ from edgert.backends.cpu.simd import F32, I32, I64, Emitter, Value
 
 PAGES = 4  # pages between two updates of the running maximum
 STEP = PAGES * PAGE
+AHEAD = 2  # pages between the one in work and the one asked for: pages of one head are far apart
 MASKED, NOTHING = -1e30, -1e20  # a masked score, and a maximum below all scores but above that
 
 
@@ -38,12 +39,16 @@ def attend(
     rows: list[Row],
     keys: Value,
     values: Value,
+    stride: Value,
     pages: Value,
-    page_bytes: int,
     begin: Value,
     end: Value,
 ) -> None:
-    """Runs the rows over positions [begin, end) of one sequence; `pages` is the address of its int32 page numbers."""
+    """Runs the rows over positions [begin, end) of one sequence.
+
+    keys, values:  addresses of the head's part of page 0; a page's is `stride` bytes after the one before
+    pages:         address of the sequence's int32 page numbers
+    """
     n_rows, n_vectors = len(rows), PAGE // e.lanes
     scores = cgutils.alloca_once(e.b, F32, size=n_rows * STEP)
     scores_at = e.b.ptrtoint(scores, I64)
@@ -65,9 +70,14 @@ def attend(
         left = e.b.sub(last_page, page)
         n_pages = e.b.select(e.b.icmp_signed("<", left, e.i64(PAGES)), left, e.i64(PAGES))
         with e.loop(0, n_pages) as j:
-            number = e.b.sext(e.load(I32, pages, e.mul(e.add(page, j), 4)), I64)
-            e.store(e.add(values, e.mul(number, page_bytes)), found_at, e.mul(j, 8))
-            key = e.add(keys, e.mul(number, page_bytes))
+            at = e.mul(e.add(page, j), 4)
+            offset = e.mul(stride, e.b.sext(e.load(I32, pages, at), I64))
+            ahead = e.mul(stride, e.b.sext(e.load(I32, e.add(pages, at), 4 * AHEAD), I64))
+            for line in range(0, dim * PAGE * 2, 64):
+                e.prefetch(e.add(keys, ahead), line)
+                e.prefetch(e.add(values, ahead), line)
+            e.store(e.add(values, offset), found_at, e.mul(j, 8))
+            key = e.add(keys, offset)
             for v in range(n_vectors):
                 dots = _scores(e, dim, rows, e.add(key, 2 * v * e.lanes))
                 position = e.add(e.mul(e.add(page, j), PAGE), v * e.lanes)

@@ -1,8 +1,8 @@
 """From the q, k, v product to the attention's inputs: bias, norm of each head, rotation, and the write to the cache.
 
 The cache of a layer is paged: a page holds PAGE positions of all key-value heads of one sequence.
-    keys    float16 (n_pages, n_head_kv, head_dim, PAGE): positions side by side, a vector scores them together
-    values  float16 (n_pages, n_head_kv, PAGE, head_dim)
+    keys    float16 (n_head_kv, head_dim, PAGE): positions side by side, a vector scores them together
+    values  float16 (n_head_kv, PAGE, head_dim)
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ ARGUMENTS = (
     "slots",  # int64 (n_tokens), the row of the page table
     "pages",  # int32 (n_slots, max_pages)
     "max_pages",
-    "keys",
+    "keys",  # of page 0
     "values",
+    "page_stride",  # bytes from a page to the next
     "angles",  # float32 (n_tokens, 2, n_rot / 2): cosines, sines
     "bias",  # float32 (n_head + 2 n_head_kv, head_dim) or 0
     "q_norm",  # float32 (head_dim) or 0
@@ -53,13 +54,13 @@ def build(
             token = unit // per_token
             head = unit - token * per_token
             x = word(a, 0) + token * word(a, 1) + head * dim * 4
-            if word(a, 10):
-                add_bias(x, word(a, 10) + head * dim * 4)
+            if word(a, 11):
+                add_bias(x, word(a, 11) + head * dim * 4)
             if head < heads + heads_kv:
-                weight = word(a, 11) if head < heads else word(a, 12)
+                weight = word(a, 12) if head < heads else word(a, 13)
                 if weight:
                     norm(x, weight, a)
-                rotate(x, word(a, 9) + token * rotated * 4)
+                rotate(x, word(a, 10) + token * rotated * 4)
             if head < heads:
                 scale(x, a)
                 continue
@@ -67,10 +68,11 @@ def build(
             page = int32_at(word(a, 5), word(word(a, 4), token) * word(a, 6) + position // PAGE)
             place = position % PAGE
             if head < heads + heads_kv:
-                write(x, word(a, 7) + ((page * heads_kv + head - heads) * dim * PAGE + place) * 2, PAGE * 2)
+                inner = (head - heads) * dim * PAGE + place
+                write(x, word(a, 7) + page * word(a, 9) + inner * 2, PAGE * 2)
             else:
-                row = (page * heads_kv + head - heads - heads_kv) * PAGE + place
-                write(x, word(a, 8) + row * dim * 2, 2)
+                inner = ((head - heads - heads_kv) * PAGE + place) * dim
+                write(x, word(a, 8) + page * word(a, 9) + inner * 2, 2)
 
     return rope
 
