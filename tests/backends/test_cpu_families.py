@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tiny import FAMILIES
 from edgert import backends
 from edgert.backends.base import Backend, Batch
 from edgert.backends.cpu import isa
+from edgert.errors import ModelFileError, UnsupportedFormatError
 
 FLOATS = (Type.F32, Type.F16, Type.BF16)
 K_QUANTS = (Type.Q4_K, Type.Q5_K, Type.Q6_K)
@@ -119,7 +121,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "odd width of ffn": ("llama", {"n_ff": 224}),
     "untied gemma": ("gemma3", {"tied": False}),
     "capped logits": ("gemma3", {"metadata": {"gemma3.final_logit_softcapping": 3.0}}),
-    "capped scores": ("gemma3", {"metadata": {"gemma3.attn_logit_softcapping": 1.0}}),
     "scaled gemma": (
         "gemma3",
         {"metadata": {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}},
@@ -144,65 +145,87 @@ def test_variants(variant: str, tiny_model: Callable[..., Path], open_cpu: Open)
     check_against_reference(open_cpu(path, n_seq_max=2), path, Type.Q4_0)
 
 
+def test_what_the_engine_lacks_is_refused(tiny_model: Callable[..., Path], open_cpu: Open) -> None:
+    path = tiny_model("gemma3", metadata={"gemma3.attn_logit_softcapping": 50.0})
+    with pytest.raises(UnsupportedFormatError, match="attention scores"):
+        open_cpu(path)
+
+
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 149])
 def test_windows(window: int, tiny_model: Callable[..., Path], open_cpu: Open) -> None:
     """A window of every size around those of tiles and blocks, read at once, in chunks and token by token."""
-    path = tiny_model("gemma3", quant=Type.Q8_0, window=window)
+    path = tiny_model("gemma3", quant=Type.F32, window=window)
     expected = Reference(path).logits(TOKENS)
     backend = open_cpu(path, n_seq_max=3)
-    assert distance(feed(backend, TOKENS), expected) < 0.04
-    assert distance(feed(backend, TOKENS, chunk=13, sequence=1), expected) < 0.04
-    assert distance(feed(backend, TOKENS, chunk=1, sequence=2), expected) < 0.04
+    for sequence, chunk in enumerate((LENGTH, 13, 1)):
+        logits = feed(backend, TOKENS, chunk, sequence=sequence)
+        assert distance(logits, expected) < 0.003
+        assert distance(logits[window:], expected[window:]) < 0.003
 
 
-@pytest.fixture(params=["llama", "gemma3"])
-def model_path(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model(request.param, quant=Type.Q4_0)
+# Another order of sums, or another kernel: with float weights that is a rounding of float32; with quantized ones it
+# may flip the rounding of an activation to 8 bits, or avoid it (tiles of bf16), so as far as from the reference.
+SAME = {Type.F32: 0.001, Type.Q4_0: 0.06}
 
 
-SAME = 0.01  # another order of sums, another kernel: rounding, never another answer
+@dataclass(frozen=True)
+class Model:
+    path: Path
+    quant: Type
+
+    def same(self, logits: np.ndarray, expected: np.ndarray) -> bool:
+        return distance(logits, expected) < SAME[self.quant]
+
+
+@pytest.fixture(
+    params=[(family, quant) for family in ("llama", "gemma3") for quant in SAME],
+    ids=lambda param: f"{param[0]}-{param[1].name}",
+)
+def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Model:
+    family, quant = request.param
+    return Model(tiny_model(family, quant=quant), quant)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 128, 129])
-def test_chunks(chunk: int, model_path: Path, open_cpu: Open) -> None:
-    backend = open_cpu(model_path, n_seq_max=2)
-    assert distance(feed(backend, TOKENS, chunk, sequence=1), feed(backend, TOKENS)) < SAME
+def test_chunks(chunk: int, model: Model, open_cpu: Open) -> None:
+    backend = open_cpu(model.path, n_seq_max=2)
+    assert model.same(feed(backend, TOKENS, chunk, sequence=1), feed(backend, TOKENS))
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129])
-def test_prefill_then_decode(length: int, model_path: Path, open_cpu: Open) -> None:
-    backend = open_cpu(model_path, n_seq_max=2)
+def test_prefill_then_decode(length: int, model: Model, open_cpu: Open) -> None:
+    backend = open_cpu(model.path, n_seq_max=2)
     whole = feed(backend, TOKENS, sequence=1)
     first = feed(backend, TOKENS[:length])
     rest = feed(backend, TOKENS[length : length + 10], chunk=1, position=length)
-    assert distance(np.concatenate([first, rest]), whole[: length + 10]) < SAME
+    assert model.same(np.concatenate([first, rest]), whole[: length + 10])
 
 
-def test_only_wanted_logits(model_path: Path, open_cpu: Open) -> None:
-    backend = open_cpu(model_path, n_seq_max=3)
+def test_only_wanted_logits(model: Model, open_cpu: Open) -> None:
+    backend = open_cpu(model.path, n_seq_max=3)
     whole = feed(backend, TOKENS)
     last = backend.forward(Batch.of(TOKENS, 0, 1)).copy()
-    assert distance(last, whole[-1:]) < SAME
+    assert model.same(last, whole[-1:])
     n = np.arange(LENGTH, dtype=np.int32)
     some = Batch(np.asarray(TOKENS, np.int32), np.full_like(n, 2), n, n % 7 == 3)
-    assert distance(backend.forward(some).copy(), whole[n % 7 == 3]) < SAME
+    assert model.same(backend.forward(some).copy(), whole[n % 7 == 3])
     assert backend.forward(Batch.of(OTHERS[0][:9], LENGTH, 2, "none")).shape == (0, backend.n_vocab)
     assert backend.length(2) == LENGTH + 9
 
 
-def test_sequences_share_a_batch(model_path: Path, open_cpu: Open) -> None:
+def test_sequences_share_a_batch(model: Model, open_cpu: Open) -> None:
     """Sequences of different lengths, interleaved token by token and as runs, answer as if alone."""
     texts = [TOKENS[:141], OTHERS[0][:7], OTHERS[1][:64], OTHERS[2][:1]]
-    alone = open_cpu(model_path, n_seq_max=4)
+    alone = open_cpu(model.path, n_seq_max=4)
     expected = [feed(alone, text, sequence=i) for i, text in enumerate(texts)]
     entries = [(i, p) for i, text in enumerate(texts) for p in range(len(text))]
     for order in (entries, sorted(entries, key=lambda entry: (entry[1], entry[0]))):
-        backend = open_cpu(model_path, n_seq_max=4)
+        backend = open_cpu(model.path, n_seq_max=4)
         sequences, positions = np.array(order, np.int32).T
         tokens = np.array([texts[i][p] for i, p in order], np.int32)
         logits = backend.forward(Batch(tokens, sequences, positions, np.ones(len(order), bool))).copy()
         for i in range(len(texts)):
-            assert distance(logits[sequences == i], expected[i]) < SAME
+            assert model.same(logits[sequences == i], expected[i])
         assert [backend.length(i) for i in range(4)] == [141, 7, 64, 1]
         # one decode step of all of them beside a prefill of a freed one
         backend.free(3)
@@ -210,63 +233,63 @@ def test_sequences_share_a_batch(model_path: Path, open_cpu: Open) -> None:
         step += [(3, p, TOKENS[p]) for p in range(20)]
         sequences, positions, tokens = np.array(step, np.int32).T
         logits = backend.forward(Batch(tokens, sequences, positions, np.ones(len(step), bool))).copy()
-        fresh = open_cpu(model_path, n_seq_max=4)
+        fresh = open_cpu(model.path, n_seq_max=4)
         for i in range(3):
             one = feed(fresh, [*texts[i], OTHERS[0][50 + i]], sequence=i)[-1:]
-            assert distance(logits[i : i + 1], one) < SAME
-        assert distance(logits[3:], feed(fresh, TOKENS[:20], sequence=3)) < SAME
+            assert model.same(logits[i : i + 1], one)
+        assert model.same(logits[3:], feed(fresh, TOKENS[:20], sequence=3))
 
 
 @pytest.mark.parametrize("length", [1, 16, 31, 32, 33, 50, 63, 64, 65, 100, 127, 128, 129, 140])
-def test_fork(length: int, model_path: Path, open_cpu: Open) -> None:
+def test_fork(length: int, model: Model, open_cpu: Open) -> None:
     """The copy and the original go on independently of each other."""
-    backend = open_cpu(model_path, n_seq_max=4)
+    backend = open_cpu(model.path, n_seq_max=4)
     feed(backend, TOKENS[:140])
     backend.fork(0, 1, length)
     assert (backend.length(0), backend.length(1)) == (140, length)
     other = feed(backend, OTHERS[0][:20], position=length, sequence=1)
     own = feed(backend, TOKENS[140:], position=140)
     expected = feed(backend, TOKENS[:length] + OTHERS[0][:20], sequence=2)[length:]
-    assert distance(other, expected) < SAME
-    assert distance(own, feed(backend, TOKENS, sequence=3)[140:]) < SAME
+    assert model.same(other, expected)
+    assert model.same(own, feed(backend, TOKENS, sequence=3)[140:])
     backend.free(0)
     more = feed(backend, OTHERS[1][:5], position=length + 20, sequence=1)
     backend.free(3)
     whole = feed(backend, TOKENS[:length] + OTHERS[0][:20] + OTHERS[1][:5], sequence=3)
-    assert distance(more, whole[-5:]) < SAME
+    assert model.same(more, whole[-5:])
 
 
 @pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 64, 100, 128, 139])
-def test_truncate(length: int, model_path: Path, open_cpu: Open) -> None:
-    backend = open_cpu(model_path, n_seq_max=2)
+def test_truncate(length: int, model: Model, open_cpu: Open) -> None:
+    backend = open_cpu(model.path, n_seq_max=2)
     feed(backend, TOKENS[:140])
     backend.truncate(0, length)
     assert backend.length(0) == length
     again = feed(backend, OTHERS[0][:20], position=length)
     expected = feed(backend, TOKENS[:length] + OTHERS[0][:20], sequence=1)[length:]
-    assert distance(again, expected) < SAME
+    assert model.same(again, expected)
 
 
-def test_freed_memory_serves_again(model_path: Path, open_cpu: Open) -> None:
+def test_freed_memory_serves_again(model: Model, open_cpu: Open) -> None:
     """Fill, free and fill the cache many times over; nothing of an old text remains."""
-    backend = open_cpu(model_path, n_seq_max=2, n_ctx=160)
+    backend = open_cpu(model.path, n_seq_max=2, n_ctx=160)
     expected = feed(backend, TOKENS)
     for _ in range(10):
         backend.free(0)
         feed(backend, OTHERS[1], sequence=1)
         backend.free(1)
-        assert distance(feed(backend, TOKENS), expected) < SAME
+        assert model.same(feed(backend, TOKENS), expected)
 
 
-def test_threads_do_not_change_the_answer(model_path: Path, open_cpu: Open) -> None:
-    one = feed(open_cpu(model_path, n_threads=1), TOKENS)
+def test_threads_do_not_change_the_answer(model: Model, open_cpu: Open) -> None:
+    one = feed(open_cpu(model.path, n_threads=1), TOKENS)
     for n_threads in (2, 3, 5):
-        assert distance(feed(open_cpu(model_path, n_threads=n_threads), TOKENS), one) < SAME
+        assert model.same(feed(open_cpu(model.path, n_threads=n_threads), TOKENS), one)
 
 
-def test_greedy_is_the_same_alone_and_in_company(model_path: Path, open_cpu: Open) -> None:
+def test_greedy_is_the_same_alone_and_in_company(model: Model, open_cpu: Open) -> None:
     """The logits of a decode step are equal to the bit, whatever else is in the batch."""
-    backend = open_cpu(model_path, n_seq_max=4)
+    backend = open_cpu(model.path, n_seq_max=4)
     for i in range(4):
         feed(backend, [TOKENS, *OTHERS][i][:30], sequence=i)
     alone = feed(backend, [7], position=30)
@@ -275,18 +298,18 @@ def test_greedy_is_the_same_alone_and_in_company(model_path: Path, open_cpu: Ope
     np.testing.assert_array_equal(backend.forward(together)[0], alone[0])
 
 
-def test_whole_context(model_path: Path, open_cpu: Open) -> None:
+def test_whole_context(model: Model, open_cpu: Open) -> None:
     """Every length up to n_ctx works; one more token is an error that leaves the cache as it was."""
-    backend = open_cpu(model_path, n_ctx=64)
-    expected = Reference(model_path).logits(TOKENS[:64])
+    backend = open_cpu(model.path, n_ctx=64)
+    expected = Reference(model.path).logits(TOKENS[:64])
     for n_ctx_used in range(58, 65):
         backend.free(0)
-        assert distance(feed(backend, TOKENS[:n_ctx_used]), expected[:n_ctx_used]) < 0.04
-    with pytest.raises(ValueError, match="64"):
+        assert model.same(feed(backend, TOKENS[:n_ctx_used]), expected[:n_ctx_used])
+    with pytest.raises(ValueError, match="63"):
         backend.forward(Batch.of([1], 64))
     assert backend.length(0) == 64
-    backend.truncate(0, 63)
-    assert distance(feed(backend, [TOKENS[63]], position=63), expected[63:]) < 0.04
+    backend.truncate(0, 50)
+    assert model.same(feed(backend, TOKENS[50:64], chunk=1, position=50), expected[50:])
 
 
 @pytest.mark.parametrize(
@@ -311,8 +334,6 @@ def test_wrong_batches(batch: tuple[str, Batch], tiny_model: Callable[..., Path]
 
 @pytest.mark.parametrize("quant", [Type.F32, Type.F16, Type.Q8_0], ids=lambda quant: quant.name)
 def test_weights_that_are_no_numbers_are_named(quant: Type, tiny_model: Callable[..., Path], open_cpu: Open) -> None:
-    from edgert.errors import ModelFileError
-
     weight = np.ones((192, 128), np.float32)
     weight[100, 77] = np.nan
     with np.errstate(invalid="ignore"):
