@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from edgert.backends import llama_check
 from edgert.backends.base import Backend, Batch, Verdict
+from edgert.devices import probe
 from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, ModelFileError
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class LlamaBackend(Backend):
         model: GGUFFile | str | Path,
         *,
         n_ctx: int = 0,
-        n_threads: int = 1,
+        n_threads: int | None = None,
         n_batch: int = 2048,
         n_ubatch: int = 512,
         n_seq_max: int = 1,
@@ -132,7 +133,7 @@ class LlamaBackend(Backend):
 
         model:            a validated file, or a path that is validated first
         n_ctx:            positions that one sequence may have; 0 is the model's own
-        n_threads:        threads for prefill and decode
+        n_threads:        threads for prefill and decode; None: what suits this machine
         n_batch:          most tokens of one forward; n_ubatch: of one pass over the layers
         flash_attn:       "on", "off", or "auto"
         swa_full:         whole cache for layers with a window, so that truncate reaches back any length
@@ -147,6 +148,7 @@ class LlamaBackend(Backend):
         ):
             if value not in known:
                 raise ValueError(f"{name} is {value!r}; it is one of {', '.join(known)}")
+        n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
         self._model: Any = None
         self._context: Any = None
         self._llama = llama = library()
@@ -191,7 +193,7 @@ class LlamaBackend(Backend):
         self.n_ctx = n_ctx
         self.n_batch = n_batch
         self.n_seq_max = n_seq_max
-        self.capabilities = frozenset({"fork", "truncate"})
+        self.capabilities = frozenset({"fork", "truncate", "batch"})
         self.verdict = Verdict(
             requested=requested,
             backend="llama",
@@ -373,6 +375,7 @@ class LlamaBackend(Backend):
     def set_threads(self, n_threads: int) -> None:
         """Changes the number of threads for what follows."""
         self._check_open()
+        probe.check_threads(n_threads)
         self._llama.llama_set_n_threads(self._context, n_threads, n_threads)
 
     def _check_open(self) -> None:

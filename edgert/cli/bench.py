@@ -1,0 +1,130 @@
+"""`edgert bench`: how fast a model is here, with the tests and fields of llama-bench."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgert.cli.flags import flag
+from edgert.cli.loading import ProgressLine, model_path
+
+if TYPE_CHECKING:
+    from edgert.benchmark import Result
+
+
+class Numbers(click.ParamType):
+    """Whole numbers between commas."""
+
+    name = "N,..."
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        """Raises: click.UsageError for anything else."""
+        if isinstance(value, list):
+            return value
+        try:
+            numbers = [int(part) for part in str(value).split(",")]
+        except ValueError:
+            numbers = [self._least - 1]
+        if min(numbers) < self._least:
+            self.fail(f"{value!r} is not made of whole numbers from {self._least} on, between commas.", param, ctx)
+        return list(dict.fromkeys(numbers))
+
+
+@click.command()
+@flag("-m", "--model", metavar="MODEL,...", help="The models; without it, smollm2.")
+@click.option("-p", "--n-prompt", type=Numbers(0), default="512", show_default=True, help="Prefill; 0: none.")
+@click.option("-n", "--n-gen", type=Numbers(0), default="128", show_default=True, help="Decode; 0: none.")
+@click.option("-d", "--n-depth", type=Numbers(0), default="0", show_default=True, help="Tokens cached before.")
+@flag("-t", "--threads", type=Numbers(1), help="Threads; without it, as many as suit this machine.")
+@click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, help="Runs of a test.")
+@flag("--backend", help="Which engine runs it: auto, cpu, llama.", default="auto", show_default=True)
+@click.option("--against", type=click.Choice(["llama"]), help="Run llama.cpp in turn on the same file and threads.")
+@click.option("-o", "--output", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
+def command(
+    model: str | None,
+    n_prompt: list[int],
+    n_gen: list[int],
+    n_depth: list[int],
+    threads: list[int] | None,
+    repetitions: int,
+    backend: str,
+    against: str | None,
+    output: str,
+) -> None:
+    """Measures prefill (pp) and decode (tg) of MODEL in tokens per second.
+
+    Several values between commas give one row each. --against llama runs llama.cpp in turn, A B A B, with flash
+    attention on or off as it is faster, and prints the ratio of the medians.
+    """
+    from edgert.benchmark import measure, tests_of
+
+    tests = tests_of(n_prompt, n_gen, n_depth)
+    if not tests:
+        raise click.UsageError("-p and -n are both 0: nothing to measure.")
+    paths = [model_path(name) for name in model.split(",")] if model else [model_path(None)]
+    results: list[Result] = []
+    with ProgressLine() as line:
+        for path in paths:
+            for n_threads in threads or (None,):
+                results += measure(path, tests, n_threads, repetitions, backend, against, on_run=line.show)
+    click.echo({"table": as_table, "json": as_json, "csv": as_csv}[output](results))
+
+
+def as_json(results: list[Result]) -> str:
+    """A list of rows."""
+    return json.dumps([result.row() for result in results], indent=1)
+
+
+def as_csv(results: list[Result]) -> str:
+    """A row for each test and engine; samples are left to JSON."""
+    text = io.StringIO()
+    rows = [{k: v for k, v in result.row().items() if not isinstance(v, list)} for result in results]
+    writer = csv.DictWriter(text, rows[0], quoting=csv.QUOTE_ALL, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().rstrip("\n")
+
+
+def as_table(results: list[Result]) -> str:
+    """Markdown as llama-bench prints it; then each engine's peak memory, and what ran."""
+    rows = [["model", "size", "params", "backend", "threads", "fa", "test", "t/s", "median"]]
+    compared = any(result.ratio is not None for result in results)
+    rows[0] += ["ratio"] if compared else []
+    peaks: dict[tuple[str, str, int], tuple[Result, int]] = {}
+    for result in results:
+        row = result.row()
+        engine = result.engine["backend"], result.engine["n_threads"]
+        known = peaks.get((result.facts.model_filename, *engine), (result, 0))[1]
+        peaks[result.facts.model_filename, *engine] = result, max(known, result.peak_rss)
+        cells = _cells(result, result.test.name)
+        cells += [f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}", f"{result.median_ts:.2f}"]
+        rows.append(cells + ([f"{result.ratio:.2f}x" if result.ratio else ""] if compared else []))
+    for result, peak in peaks.values():
+        rows.append([*_cells(result, "peak memory"), f"{peak / 2**20:.1f} MiB", *([""] * (1 + compared))])
+    right = {4, *range(7, len(rows[0]))}
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
+    rule = ["-" * (width - 1) + (":" if i in right else "-") for i, width in enumerate(widths)]
+    lines.insert(1, "| " + " | ".join(rule) + " |")
+    engines = sorted({f"{r.engine['backend']} {r.engine['version']}: {r.engine['build']}" for r in results})
+    return "\n".join([*lines, "", f"CPU: {results[0].engine['cpu_info']}", *engines])
+
+
+def _cells(result: Result, test: str) -> list[str]:
+    facts, engine = result.facts, result.engine
+    return [
+        facts.model_type,
+        f"{facts.model_size / 2**20:.2f} MiB",
+        f"{facts.model_n_params / 1e6:.2f} M",
+        engine["backend"],
+        str(engine["n_threads"]),
+        engine["flash_attn"],
+        test,
+    ]
