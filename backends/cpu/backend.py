@@ -17,12 +17,11 @@ from edgert.backends.cpu.graph import (
     N_WANTED,
     N_WIDE,
     SPARE,
-    WINDOW,
     Graph,
     Shape,
 )
 from edgert.backends.cpu.isa import select
-from edgert.backends.cpu.layouts import PAGE
+from edgert.backends.cpu.layouts import PAGE, WINDOW
 from edgert.backends.cpu.model_weights import pack_model
 from edgert.backends.cpu.tape import Tape
 from edgert.backends.cpu.team import KERNELS as TEAM_KERNELS

@@ -18,13 +18,19 @@ from numpy.typing import NDArray
 from edgert.backends.cpu.cache import PagedCache
 from edgert.backends.cpu.compiler import name_of
 from edgert.backends.cpu.isa import Isa
-from edgert.backends.cpu.layouts import CHUNK, CODECS, partial_bytes, tile_scratch_bytes, wide_attention_tokens
+from edgert.backends.cpu.layouts import (
+    CHUNK,
+    CODECS,
+    attention_scratch_bytes,
+    partial_bytes,
+    tile_scratch_bytes,
+    wide_attention_tokens,
+)
 from edgert.backends.cpu.model_weights import LayerWeights, ModelWeights
 from edgert.backends.cpu.tape import Op, float_bits
 from edgert.backends.cpu.weights import Matrix, aligned
 from edgert.quantize.architecture import Architecture
 
-WINDOW = 64  # positions that are computed as wide rows when a batch holds all of them
 SPARE = 8  # rows that buffers have beyond n_batch, since products run in steps of up to so many
 WIDTHS = (1, 2, 3, 4, 6, 8)  # tokens that a product kernel may run together
 PRIVATE_ROWS = 4  # up to so many rows every thread prepares its own copy instead of meeting the others
@@ -101,8 +107,11 @@ class Graph:
         self.words = aligned(max(rows * most // 2, n_private))
         self.gated_tiles = aligned(rows * a.n_ff * 2 if self.tiles else 0)
         group = a.n_head // a.n_head_kv
-        wide = wide_attention_tokens(isa.lanes, group) * group * partial_bytes(a.head_dim)
-        self.scratch_stride = max(tile_scratch_bytes(n_batch) if self.tiles else 0, wide) + 63 & ~63
+        self.tile_attention = self.tiles and a.head_dim % 32 == 0
+        needs = [wide_attention_tokens(isa.lanes, group) * group * partial_bytes(a.head_dim)]
+        if self.tiles:
+            needs += [tile_scratch_bytes(n_batch), attention_scratch_bytes(a.head_dim, group)]
+        self.scratch_stride = max(needs) + 63 & ~63
         self.scratch = aligned(n_threads * self.scratch_stride)
         self.max_chunks = -(-cache.max_pages * 16 // CHUNK) + 1
         self.partials = aligned(n_batch * a.n_head * self.max_chunks * partial_bytes(a.head_dim))
@@ -377,11 +386,14 @@ class Graph:
             )
         ]
         if shape.wide:
+            kernel, out = "attention_wide", self.attn
+            if self.tile_attention:
+                kernel, out = "attention_tiles", self.forms["tiles"]
             ops.append(
                 Op(
-                    name_of("attention_wide", **heads),
+                    name_of(kernel, **heads),
                     [self.qkv.ctypes.data, self.qkv.strides[0], self._at(N_WIDE), *common, window,
-                     self.attn.ctypes.data, self.scratch.ctypes.data, self.scratch_stride],
+                     out.ctypes.data, self.scratch.ctypes.data, self.scratch_stride],
                     meet=False,
                 )
             )  # fmt: skip
@@ -407,7 +419,7 @@ class Graph:
             joined = self._rows(narrow, "merge", "none", self.attn, n_cols, window=window)
             return [joined, self._rows(groups[0], "plain", form, self.attn, n_cols)]
         ops = []
-        if shape.wide:
+        if shape.wide and not self.tile_attention:
             ops.append(self._rows(groups[0], "plain", "tiles", self.attn, n_cols))
         if shape.narrow:
             ops.append(self._rows(narrow, "merge", form, self.attn, n_cols, window=window))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 BLOCK = 32  # weights along a row that share the layout's unit, and activations that share a scale
 PAGE = 16  # positions of a sequence that are cached together
+WINDOW = 64  # positions that are computed as wide rows when a batch holds all of them
 CHUNK = 256  # positions of a single token's attention that one unit of work covers
 
 IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -110,3 +111,13 @@ def wide_attention_tokens(lanes: int, group: int) -> int:
     """Tokens whose queries pass over the keys together, as registers allow: a power of two."""
     tokens = max(1, (12 if lanes == 16 else 4) // group)
     return 1 << min(3, tokens.bit_length() - 1)
+
+
+ATTENTION_SPAN = 256  # positions that the tile attention takes at a time
+
+
+def attention_scratch_bytes(head_dim: int, group: int) -> int:
+    """What a thread of `kernels/attention_tiles.py` needs."""
+    spans = ATTENTION_SPAN * head_dim * 2 * 2 + ATTENTION_SPAN // 16 * TILE + ATTENTION_SPAN // 32 * TILE
+    per_query_tile = (head_dim // 32 + head_dim // 16) * TILE + 128
+    return 64 + spans + WINDOW // 16 * group * per_query_tile

@@ -76,7 +76,7 @@ class Emitter:
         if function is None:
             kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
             function = ir.Function(self.b.module, kind, "llvm.prefetch.p0")
-        self.b.call(function, [pointer, *(ir.Constant(I32, value) for value in (0, 3, 1))])
+        self.b.call(function, [pointer, *(ir.Constant(I32, value) for value in (0, 2, 1))])
 
     def add(self, *values: Value) -> Value:
         total = values[0]
@@ -272,6 +272,14 @@ def to_bfloat(e: Emitter, value: Value) -> Value:
     """float32 -> the int16 bits of bfloat16, rounded to nearest."""
     bits = e.b.add(e.b.bitcast(value, e.vi), e.const(e.vi, 0x8000))
     return e.b.trunc(e.b.lshr(bits, e.const(e.vi, 16)), ir.VectorType(I16, e.lanes))
+
+
+def bfloat_pairs(e: Emitter, first: Value, second: Value) -> Value:
+    """Two float32 vectors as bf16 pairs, the first in the low half of each 32 bits."""
+    half = e.const(e.vi, 0x8000)
+    low = e.b.lshr(e.b.add(e.b.bitcast(first, e.vi), half), e.const(e.vi, 16))
+    high = e.b.and_(e.b.add(e.b.bitcast(second, e.vi), half), e.const(e.vi, -65536))
+    return e.b.or_(low, high)
 
 
 def emitted(isa: Isa, n_arguments: int, emit: Callable[..., Value | None], result: Any = types.void) -> Any:

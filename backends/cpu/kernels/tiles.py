@@ -13,8 +13,16 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from edgert.backends.cpu.isa import Isa
+from edgert.backends.cpu.kernels.amx import (
+    configure_tiles,
+    load_tile,
+    multiply_tiles,
+    release_tiles,
+    store_tile,
+    zero_tile,
+)
 from edgert.backends.cpu.layouts import BLOCK, CODECS, TILE, TILE_CHUNK, TILE_TOKENS, Codec
-from edgert.backends.cpu.simd import I8, I16, Emitter, Value, emitted, to_bfloat, word
+from edgert.backends.cpu.simd import I16, Emitter, Value, bfloat_pairs, emitted, to_bfloat, word
 
 ARGUMENTS = (
     "weights",
@@ -35,8 +43,8 @@ def build(isa: Isa, codec: str, epilogue: str) -> Callable[[int, int, int], None
     panel_row = kind.panel_bytes(BLOCK, isa.lanes)
     gated = epilogue in ("silu", "gelu")
     unpack = emitted(isa, 3, _unpacker(kind))
-    configure = emitted(isa, 1, _configure)
-    release = emitted(isa, 0, lambda e: _tile(e, "tilerelease"))
+    configure = emitted(isa, 1, configure_tiles)
+    release = emitted(isa, 0, release_tiles)
     multiply = emitted(isa, 6, _multiply)
     finish = emitted(isa, 3, _finisher(epilogue))
 
@@ -74,53 +82,30 @@ def build(isa: Isa, codec: str, epilogue: str) -> Callable[[int, int, int], None
     return product
 
 
-def _tile(e: Emitter, name: str, *arguments: Value) -> None:
-    function = e.b.module.globals.get(f"llvm.x86.{name}")
-    if function is None:
-        kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-        function = ir.Function(e.b.module, kind, f"llvm.x86.{name}")
-    e.b.call(function, arguments)
-
-
-def _register(number: int) -> Value:
-    return ir.Constant(I8, number)
-
-
-def _configure(e: Emitter, place: Value) -> None:
-    """All eight tile registers: 16 rows of 64 bytes. The configuration is written to 64 bytes at `place`."""
-    e.store(e.zero(ir.VectorType(I8, 64)), place)
-    e.store(ir.Constant(I8, 1), place, 0)
-    for register in range(8):
-        e.store(ir.Constant(I16, 64), place, 16 + 2 * register)
-        e.store(ir.Constant(I8, 16), place, 48 + register)
-    _tile(e, "ldtilecfg", e.at(place))
-
-
 def _multiply(
     e: Emitter, x: Value, panels: Value, results: Value, n_blocks: Value, row_of_tiles: Value, done: Value
 ) -> None:
     """32 tokens times two panels: results[token half][panel] (16, 16) float32, added to when `done` is not 0."""
-    line = e.i64(64)
     with e.b.if_else(e.b.icmp_signed("==", done, e.i64(0))) as (fresh, resumed):
         with fresh:
             for register in range(4):
-                _tile(e, "tilezero", _register(register))
+                zero_tile(e, register)
         with resumed:
             for register in range(4):
-                _tile(e, "tileloadd64", _register(register), e.at(results, register * TILE), line)
+                load_tile(e, register, e.at(results, register * TILE))
     with e.loop(0, n_blocks) as k:
         offset = e.mul(k, TILE)
         tokens, weights = e.add(x, offset), e.add(panels, offset)
-        _tile(e, "tileloadd64", _register(6), e.at(weights), line)
-        _tile(e, "tileloadd64", _register(4), e.at(tokens), line)
-        _tile(e, "tdpbf16ps", _register(0), _register(4), _register(6))
-        _tile(e, "tileloadd64", _register(7), e.at(weights, TILE_CHUNK * TILE), line)
-        _tile(e, "tdpbf16ps", _register(1), _register(4), _register(7))
-        _tile(e, "tileloadd64", _register(5), e.at(e.add(tokens, row_of_tiles)), line)
-        _tile(e, "tdpbf16ps", _register(2), _register(5), _register(6))
-        _tile(e, "tdpbf16ps", _register(3), _register(5), _register(7))
+        load_tile(e, 6, e.at(weights))
+        load_tile(e, 4, e.at(tokens))
+        multiply_tiles(e, 0, 4, 6)
+        load_tile(e, 7, e.at(weights, TILE_CHUNK * TILE))
+        multiply_tiles(e, 1, 4, 7)
+        load_tile(e, 5, e.at(e.add(tokens, row_of_tiles)))
+        multiply_tiles(e, 2, 5, 6)
+        multiply_tiles(e, 3, 5, 7)
     for register in range(4):
-        _tile(e, "tilestored64", _register(register), e.at(results, register * TILE), line)
+        store_tile(e, register, e.at(results, register * TILE))
 
 
 def _finisher(epilogue: str) -> Callable[..., None]:
@@ -141,14 +126,6 @@ def _finisher(epilogue: str) -> Callable[..., None]:
                 e.store(second, place, 64)
 
     return finish
-
-
-def _pair(e: Emitter, first: Value, second: Value) -> Value:
-    """Two float32 vectors as bf16 pairs, the first in the low half of each 32 bits."""
-    half = e.const(e.vi, 0x8000)
-    low = e.b.lshr(e.b.add(e.b.bitcast(first, e.vi), half), e.const(e.vi, 16))
-    high = e.b.and_(e.b.add(e.b.bitcast(second, e.vi), half), e.const(e.vi, -65536))
-    return e.b.or_(low, high)
 
 
 def _unpacker(codec: Codec) -> Callable[..., None]:
@@ -194,7 +171,7 @@ def _unpack_codes(e: Emitter, codec: Codec, block: Value, tile: Value) -> None:
             else:
                 value = e.b.fmul(value, scales[group])
             values.append(value)
-        e.store(_pair(e, *values), tile, pair * 64)
+        e.store(bfloat_pairs(e, *values), tile, pair * 64)
 
 
 def _code(e: Emitter, codec: Codec, block: Value, quad: int, i: int) -> Value:
