@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -128,6 +129,8 @@ def main() -> None:
             progress(done, 10)
         model = FakeModel()
         model.verdict = Verdict("auto", "cpu", "a fake", json.dumps(options, sort_keys=True))
+        if "warns" in path.name:
+            logging.getLogger("edgert.template").warning("%s has no template", path.name)
         if "bare" in path.name:
             model.template = None
         return model

@@ -285,6 +285,10 @@ def test_flags_of_the_model(edgert: Any, tmp_path: Path) -> None:
     assert json.loads(done.stderr[done.stderr.index("{") : done.stderr.rindex("}") + 1]) == options
 
 
+def test_warnings_are_sentences(edgert: Any) -> None:
+    assert edgert("run", "-m", "warns", "-p", "x", fake=True).stderr == "edgert: warns has no template\n"
+
+
 def test_stop_texts(edgert: Any) -> None:
     done = edgert("run", "-p", "params", "--stop", "a", "--stop", "b", fake=True)
     assert json.loads(done.stdout) == {"stop": ["a", "b"]}

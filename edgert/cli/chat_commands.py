@@ -216,7 +216,8 @@ def _load(chat: Chat, rest: str) -> None:
     chat.read_ahead()
     chat.note(f"Loaded {turns} exchange{'s' if turns != 1 else ''}{other}.")
     if turns:
-        chat.say(f">>> {chat.conversation.turns[-2]['content']}\n{chat.conversation.turns[-1]['content']}")
+        question, answer = (turn["content"] for turn in chat.conversation.turns[-2:])
+        chat.say(f">>> {question if len(question) < 400 else question[:200] + ' … ' + question[-180:]}\n{answer}")
 
 
 def _stats(chat: Chat, rest: str) -> None:

@@ -56,7 +56,7 @@ def model_flags(function: F) -> F:
             flag(
                 "--chat-template",
                 metavar="TEMPLATE",
-                help="A Jinja chat template, or @FILE, in place of the file's.",
+                help="In place of the file's: a Jinja template, @FILE, or gemma, llama3, chatml, phi3.",
             ),
         ],
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +116,23 @@ def template_text(given: str | None) -> str | None:
         raise click.UsageError(f"--chat-template: {given[1:]} cannot be read ({error}).") from error
 
 
+@contextmanager
+def notices(line: ProgressLine) -> Iterator[None]:
+    """While the block runs, warnings of edgert are printed as sentences of their own."""
+
+    class Notices(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            line.clear()
+            click.echo(f"edgert: {record.getMessage()}", err=True)
+
+    logger, handler = logging.getLogger("edgert"), Notices(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
 def load(flags: dict[str, Any]) -> Model:
     """Takes the model flags out of a command's arguments and loads the model."""
     import edgert
@@ -120,7 +140,7 @@ def load(flags: dict[str, Any]) -> Model:
     path = model_path(flags.pop("model"))
     threads = flags.pop("threads")
     context = {} if (n_ctx := flags.pop("ctx_size")) is None else {"n_ctx": n_ctx}
-    with ProgressLine() as line:
+    with ProgressLine() as line, notices(line):
         line.show(f"loading {path.name}")
         return edgert.load(
             path,
