@@ -165,7 +165,7 @@ class ChatTemplate:
         names = self._names | values | {"add_generation_prompt": add_generation_prompt}
         with sandbox.metered(sandbox.Meter(given, mark)):
             try:
-                text = template.render(names)
+                text = sandbox.run(template, names)
             except sandbox.RaisedError as error:
                 raise RequestError("messages", str(error) or "the chat template refuses them") from None
             except (sandbox.LimitError, MemoryError, RecursionError) as error:
@@ -195,7 +195,7 @@ class ChatTemplate:
         }
         with sandbox.metered(sandbox.Meter(seconds=_PROBE_SECONDS)):
             try:
-                return self._template.render(names)
+                return sandbox.run(self._template, names)
             except Exception:
                 return ""
 

@@ -16,14 +16,15 @@ from contextvars import ContextVar
 from datetime import datetime
 from functools import wraps
 from time import monotonic
+from traceback import clear_frames
 from typing import Any
 
-from jinja2 import TemplateError, Undefined, nodes, pass_environment
+from jinja2 import Template, TemplateError, Undefined, nodes, pass_environment
 from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace
 
 SECONDS = 1.0
@@ -31,6 +32,7 @@ LONGEST = 1 << 20  # characters of one text, elements of one list; grows with th
 ACCOUNT = 64 << 20  # bytes of everything that a render makes; grows with the input
 _DEEPEST = 64  # lists within lists
 _ELEMENT = 8  # what an element weighs beside its characters
+_PARTS = 4096  # texts that are kept before they are joined
 _MOST_BITS = 1 << 14
 _WIDEST = 1000  # digits or columns that a format may ask for
 
@@ -87,7 +89,7 @@ class Meter:
 
     def reserve(self, elements: int) -> None:
         """Refuses a list of small texts before it is made."""
-        self.check(elements)
+        self.check(elements * (_ELEMENT + 1))
         if 64 * elements > self._left:
             raise LimitError("it uses too much memory")
 
@@ -131,6 +133,15 @@ def metered(meter: Meter) -> Iterator[Meter]:
         yield meter
     finally:
         _METER.reset(token)
+
+
+def run(template: Template, names: Mapping[str, Any]) -> str:
+    """Renders within a meter. Template.render would keep what the template hoarded in copies of its frames."""
+    try:
+        return Environment.concat(template.root_render_func(template.new_context(dict(names))))
+    except Exception as error:
+        clear_frames(error.__traceback__)
+        raise
 
 
 class _Generation(Extension):
@@ -234,12 +245,15 @@ class Environment(ImmutableSandboxedEnvironment):
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
         """What a block of the template printed, as one text."""
-        meter, total, out = _meter(), 0, []
+        meter, total, whole, out = _meter(), 0, "", []
         for part in parts:
             total += len(part)
             meter.check(total)
             out.append(part)
-        return meter.made("".join(out))
+            if len(out) == _PARTS:  # many small texts take far more memory than one
+                whole += "".join(out)
+                out.clear()
+        return meter.made(whole + "".join(out))
 
     @classmethod
     def joined(cls, values: Iterable[Any]) -> str:
@@ -442,4 +456,4 @@ def _strftime_now(format: str) -> str:
     return now.strftime(re.sub(r"(?<!%)%-([dmyHIMSj])", plain, format))
 
 
-__all__ = ["Environment", "LimitError", "Meter", "RaisedError", "SecurityError", "metered"]
+__all__ = ["Environment", "LimitError", "Meter", "RaisedError", "metered", "run"]
