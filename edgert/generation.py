@@ -24,6 +24,7 @@ from edgert.stopping import StopStrings
 
 logger = logging.getLogger(__name__)
 
+Item = Chunk | Progress | NDArray[np.float32] | BaseException
 PREFILL_BESIDE_DECODE = 64  # prompt tokens in a step in which others wait for their next token
 
 
@@ -74,10 +75,15 @@ class Task(ABC):
         self.begun = False
         self.cancelled = False
         self.done = False
-        self.output: SimpleQueue[Chunk | Progress | NDArray[np.float32] | BaseException] = SimpleQueue()
+        self.output: SimpleQueue[Item] = SimpleQueue()
         self.wake: Callable[[], None] | None = None
+        self.outbox: deque[tuple[Task, Item]] = deque()
 
-    def put(self, item: Chunk | Progress | NDArray[np.float32] | BaseException) -> None:
+    def put(self, item: Item) -> None:
+        """Leaves an item for whoever waits; the engine sends it when it has a moment."""
+        self.outbox.append((self, item))
+
+    def send(self, item: Item) -> None:
         """Hands an item to whoever waits, in a thread or in an event loop."""
         self.output.put(item)
         if wake := self.wake:
@@ -223,6 +229,7 @@ class Engine:
         self.backend = backend
         self._slots = [Slot(i, backend.n_ctx) for i in range(backend.n_seq_max)]
         self._waiting: deque[Task] = deque()
+        self._outbox: deque[tuple[Task, Item]] = deque()
         self._running: list[Task] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -250,6 +257,7 @@ class Engine:
         with self._changed:
             if self._closed:
                 raise EdgertError("The model is closed: load it again.")
+            task.outbox = self._outbox
             self._waiting.append(task)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="edgert-engine", daemon=True)
@@ -281,8 +289,17 @@ class Engine:
                 logger.exception("a step failed")
                 for task in self._running:
                     task.fail(error)
+            if not self._running:
+                self._send()
         for task in (*self._running, *self._waiting):
             task.fail(EdgertError("The model was closed while the request ran."))
+        self._send()
+
+    def _send(self) -> None:
+        """Hands out what the tasks have left: it wakes their callers."""
+        while self._outbox:
+            task, item = self._outbox.popleft()
+            task.send(item)
 
     def step(self) -> None:
         """Admits what waits, evaluates one batch and hands out its logits."""
@@ -376,6 +393,7 @@ class Engine:
             self._wanted[end - rows : end] = True
             start = end
         batch = Batch(self._tokens[:start], self._sequences[:start], self._positions[:start], self._wanted[:start])
+        self._send()  # the callers wake while the backend computes, which frees the interpreter for them
         while True:
             try:
                 return self.backend.forward(batch)
