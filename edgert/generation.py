@@ -129,7 +129,9 @@ class Generation(Task):
         self._n_prompt = len(prompt)
         self._n_read = 0  # tokens of the prompt that are in the cache
         self._n_predicted = 0
-        self._tokens: list[int] = []  # since the last chunk
+        self.whole = False  # nobody wants pieces: all text comes at the end, and nobody wakes before
+        self._text = ""  # since the last chunk, as the next two
+        self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._started = self._prompt_end = self._last = perf_counter()
 
@@ -142,15 +144,16 @@ class Generation(Task):
         if self._n_predicted == 0:
             self._prompt_end = self._last
             self._report_progress()
-        for row in logits:
-            if self.options.max_tokens == 0:
-                self._finish("length")
-            else:
-                self._choose(row)
+        if not len(logits):
+            return
+        if self.options.max_tokens == 0:
+            self._finish("length")
+        else:
+            self._choose(logits[0])
 
     def _choose(self, row: NDArray[np.float32]) -> None:
         slot = self.slot
-        token = self.sampler.sample(row, slot.tokens[: slot.n_tokens])
+        token = self.sampler.sample(row, slot.tokens, slot.n_tokens)
         self._n_predicted += 1
         self._last = perf_counter()
         if token in self._end_ids:
@@ -167,13 +170,15 @@ class Generation(Task):
         else:
             slot.tokens[slot.n_tokens] = token
             slot.n_tokens += 1
-            if text:
+            if self.whole:
+                self._text += text
+            elif text:
                 self._emit(text)
 
     def _emit(self, text: str, reason: FinishReason | None = None, stats: Stats | None = None) -> None:
-        tokens, self._tokens = self._tokens, []
-        scores, self._logprobs = self._logprobs, []
-        self.put(Chunk(text, tokens, reason, stats, scores))
+        chunk = Chunk(self._text + text, self._tokens, reason, stats, self._logprobs)
+        self._text, self._tokens, self._logprobs = "", [], []
+        self.put(chunk)
 
     def _finish(self, reason: FinishReason, text: str = "", *, complete: bool = False) -> None:
         if not complete:
@@ -237,10 +242,8 @@ class Engine:
         self._crowded = False  # the cache was full: nobody begins until somebody has ended
         self._clock = itertools.count(1)
         n = backend.n_batch
-        self._tokens = np.empty(n, np.int32)
-        self._sequences = np.empty(n, np.int32)
-        self._positions = np.empty(n, np.int32)
-        self._wanted = np.empty(n, np.bool_)
+        self._batch = Batch(np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.bool_))
+        self._views: dict[int, Batch] = {}
 
     def submit(self, task: Task) -> None:
         """Queues a task; it starts as soon as a sequence is free.
@@ -303,7 +306,8 @@ class Engine:
 
     def step(self) -> None:
         """Admits what waits, evaluates one batch and hands out its logits."""
-        self._admit()
+        if self._waiting or [task for task in self._running if task.cancelled]:
+            self._admit()
         parts = self._plan()
         if parts:
             logits, row = self._forward(parts), 0
@@ -316,7 +320,8 @@ class Engine:
                         logger.exception("a request failed")
                     task.fail(error)
                 row += rows
-        self._retire()
+        if [task for task in self._running if task.done]:
+            self._retire()
 
     def _admit(self) -> None:
         for task in (*self._running, *self._waiting):
@@ -367,11 +372,13 @@ class Engine:
 
     def _plan(self) -> list[tuple[Task, int, int]]:
         """The tasks of this step, how many tokens each evaluates, and how many rows of logits it gets."""
-        tasks = sorted(self._running, key=lambda task: task.slot.pending > 1)  # next tokens first, then prompts
+        tasks = self._running
         budget = self.backend.n_batch
-        if tasks and tasks[0].slot.pending == 1 and tasks[-1].slot.pending > 1:
-            decodes = sum(task.slot.pending == 1 for task in tasks)
-            budget = min(budget, decodes + PREFILL_BESIDE_DECODE)
+        if len(tasks) > 1:
+            tasks = sorted(tasks, key=lambda task: task.slot.pending > 1)  # prompts after next tokens
+            if tasks[0].slot.pending == 1 < tasks[-1].slot.pending:
+                decodes = sum(task.slot.pending == 1 for task in tasks)
+                budget = min(budget, decodes + PREFILL_BESIDE_DECODE)
         parts = []
         for task in tasks:
             count = min(task.slot.pending, budget)
@@ -382,17 +389,22 @@ class Engine:
         return parts
 
     def _forward(self, parts: list[tuple[Task, int, int]]) -> NDArray[np.float32]:
+        all_ = self._batch
         start = 0
         for task, count, rows in parts:
             slot, end = task.slot, start + count
             first = slot.n_cached
-            self._tokens[start:end] = slot.tokens[first : first + count]
-            self._sequences[start:end] = slot.sequence
-            self._positions[start:end] = np.arange(first, first + count)
-            self._wanted[start:end] = False
-            self._wanted[end - rows : end] = True
+            all_.tokens[start:end] = slot.tokens[first : first + count]
+            all_.sequences[start:end] = slot.sequence
+            all_.positions[start:end] = first if count == 1 else np.arange(first, first + count)
+            all_.wanted[start:end] = False
+            all_.wanted[end - rows : end] = True
             start = end
-        batch = Batch(self._tokens[:start], self._sequences[:start], self._positions[:start], self._wanted[:start])
+        batch = self._views.get(start)
+        if batch is None:
+            batch = self._views[start] = Batch(
+                all_.tokens[:start], all_.sequences[:start], all_.positions[:start], all_.wanted[:start]
+            )
         self._send()  # the callers wake while the backend computes, which frees the interpreter for them
         while True:
             try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -68,18 +69,17 @@ class TokenLogprob:
     top: list[tuple[int, float]]
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A piece of a streamed reply: text that will not change, and the tokens chosen since the last piece.
 
-    The last piece, and no other, has a finish_reason and stats.
+    The last piece, and no other, has a finish_reason and stats. (A tuple, because one is made for each token.)
     """
 
     text: str
-    tokens: list[int]
+    tokens: Sequence[int]
     finish_reason: FinishReason | None = None
     stats: Stats | None = None
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass(frozen=True)

@@ -45,42 +45,40 @@ class Sampler:
         self._penalised = bool(params.repeat_last_n) and (
             params.repeat_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
-        self._kernel = kernel
-        if kernel:
-            self._kernel_bias = self._bias.astype(np.float64)
-            self._arguments = kernel.prepare(
-                n_bias=len(bias),
-                bias_ids=self._bias_ids.ctypes.data,
-                bias=self._kernel_bias.ctypes.data,
-                top_k=params.top_k,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                log_min_p=_log(params.min_p),
-                log_rest=math.log(n_vocab) - _log(1 - params.top_p),
-                repeat_penalty=params.repeat_penalty,
-                presence_penalty=params.presence_penalty,
-                frequency_penalty=params.frequency_penalty,
-            )
+        self._chain = kernel and kernel.bind(
+            n_vocab,
+            seed=self.seed,
+            n_last=params.repeat_last_n if self._penalised else 0,
+            bias_ids=self._bias_ids,
+            bias=self._bias.astype(np.float64),
+            top_k=params.top_k,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            log_min_p=_log(params.min_p),
+            log_rest=math.log(n_vocab) - _log(1 - params.top_p),
+            repeat_penalty=params.repeat_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+        )
 
-    def sample(self, logits: NDArray[np.float32], history: NDArray[np.int32]) -> int:
+    def sample(self, logits: NDArray[np.float32], history: NDArray[np.int32], length: int | None = None) -> int:
         """The next token after `history`.
 
         logits:   float32 (n_vocab,), left as they are
         history:  int32 (n,), the prompt and what was generated
+        length:   how many tokens of the history there are; None: all
 
         Raises: EdgertError when the logits are not finite numbers.
         """
-        draw = uniform(self.seed, len(history))
-        if self._kernel:
-            if not (logits.flags.c_contiguous and logits.flags.writeable):
-                logits = logits.copy()
-            token = self._kernel(self._arguments, logits, self._window(history), draw)
+        n = len(history) if length is None else length
+        if self._chain:
+            token = self._chain(logits, history, n)
             if token >= 0:
                 return token
-        ids, share = self.distribution(logits, history)
+        ids, share = self.distribution(logits, history[:n])
         order = np.argsort(ids)  # a draw goes by ids, so that nothing need be sorted by logits
         total = np.cumsum(share[order])
-        drawn = int(np.searchsorted(total, draw * total[-1], side="right"))
+        drawn = int(np.searchsorted(total, uniform(self.seed, n) * total[-1], side="right"))
         return int(ids[order[min(drawn, len(ids) - 1)]])
 
     def _window(self, history: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -47,12 +47,14 @@ class Stream:
 
     def reply(self) -> Reply:
         """Reads what is left and puts the whole reply together."""
+        self._task.whole = True
         for _ in self:
             pass
         return self._reply()
 
     def __await__(self) -> Generator[object, None, Reply]:
         async def whole() -> Reply:
+            self._task.whole = True
             async for _ in self:
                 pass
             return self._reply()

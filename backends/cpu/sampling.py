@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import struct
-import threading
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,11 @@ _Function = ctypes.PYFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int
 # Places of the kernel's arguments (8 bytes each).
 ARGUMENTS = (
     "logits",  # float32 (n,), changed while the kernel runs and put back
+    "history",  # int32 (n_history,), the prompt and what was generated
+    "n_history",
     "n",
-    "history",  # int32 (n_window,), the tokens that the penalties see
-    "n_window",
-    "draw",  # float64 in [0, 1)
+    "seed",
+    "n_last",  # how many latest tokens the penalties see; -1: all
     "n_bias",
     "bias_ids",  # int64 (n_bias,)
     "bias",  # float64 (n_bias,)
@@ -41,62 +42,71 @@ ARGUMENTS = (
     "token",  # result: an id, or NOT_FINITE, or ALL_FORBIDDEN
 )
 PLACE = {name: place for place, name in enumerate(ARGUMENTS)}
-_PREPARED = slice(PLACE["n_bias"], PLACE["peaks"])
 NOT_FINITE, ALL_FORBIDDEN = -1, -2
 BLOCK = 64  # logits that are skipped together
+_LOGITS, _HISTORY, _N_HISTORY, _TOKEN = (PLACE[x] for x in ("logits", "history", "n_history", "token"))
 
 
 class SampleKernel:
-    """Compiled or loaded once; calls from several threads do not disturb each other."""
+    """The kernel, compiled or loaded."""
 
     def __init__(self, isa: Isa | None = None, progress: compiler.Progress | None = None) -> None:
         chosen = isa or select()
         self._function = _Function(compiler.addresses(NAMES, chosen, progress)[NAMES[0]])
-        self._scratch = threading.local()
 
-    def prepare(self, **arguments: float) -> NDArray[np.int64]:
-        """int64 (n,): the arguments that stay the same from token to token, by the kernel's names."""
-        block = np.zeros(len(ARGUMENTS), np.int64)
+    def bind(
+        self,
+        n: int,
+        *,
+        seed: int,
+        bias_ids: NDArray[np.int64],
+        bias: NDArray[np.float64],
+        **arguments: float,
+    ) -> Chain:
+        """A chain for one request over `n` tokens; the other arguments by the kernel's names.
+
+        seed:  below 2**64
+        """
+        given = {"n": n, "seed": seed - (seed >> 63 << 64), "n_bias": len(bias)} | arguments
+        n_blocks = -(-n // BLOCK)
+        sizes = {"peaks": n_blocks, "masses": n_blocks, "ranks": n, "counts": n, "undo": 2 * (len(bias) + n)}
+        arrays = {name: np.zeros(size, np.int64) for name, size in sizes.items()}  # memory comes when touched
+        return Chain(self._function, given, {"bias_ids": bias_ids, "bias": bias} | arrays)
+
+
+class Chain:
+    """Samples for one request, one thread at a time."""
+
+    def __init__(
+        self,
+        function: Callable[[int, int, int], None],
+        arguments: Mapping[str, float],
+        arrays: Mapping[str, NDArray[Any]],
+    ) -> None:
+        self._function = function
+        self._arrays = arrays
+        self._words = np.zeros(len(ARGUMENTS), np.int64)
+        doubles = self._words.view(np.float64)
         for name, value in arguments.items():
-            block[PLACE[name]] = value if isinstance(value, int) else _bits(value)
-        return block
+            (self._words if isinstance(value, int) else doubles)[PLACE[name]] = value
+        for name, array in arrays.items():
+            self._words[PLACE[name]] = array.ctypes.data
+        self._address = self._words.ctypes.data
+        self._history: NDArray[np.int32] | None = None
 
-    def __call__(
-        self, arguments: NDArray[np.int64], logits: NDArray[np.float32], window: NDArray[np.int32], draw: float
-    ) -> int:
+    def __call__(self, logits: NDArray[np.float32], history: NDArray[np.int32], length: int) -> int:
         """A token id, or NOT_FINITE, or ALL_FORBIDDEN.
 
-        arguments:  of `prepare`
-        logits:     float32 (n_vocab,), contiguous and writable; the same afterwards
-        window:     int32, contiguous, ids within the vocabulary: the tokens that the penalties see
-        draw:       in [0, 1)
+        logits:   float32 (n_vocab,); the same afterwards
+        history:  int32, ids within the vocabulary, of which the first `length` count
         """
-        n = len(logits)
-        words, doubles, address, token = self._buffers(n, int(arguments[PLACE["n_bias"]]))
-        words[_PREPARED] = arguments[_PREPARED]
-        words[:4] = logits.__array_interface__["data"][0], n, window.__array_interface__["data"][0], len(window)
-        doubles[4] = draw
-        self._function(0, 1, address)
-        return int(token[0])
-
-    def _buffers(self, n: int, n_bias: int) -> tuple[NDArray[np.int64], NDArray[np.float64], int, NDArray[np.int64]]:
-        """This thread's argument block with its scratch memory filled in: as integers, as floats, its address;
-        and the place of the result.
-        """
-        scratch = self._scratch.__dict__
-        if scratch.get("n") != n or scratch["n_bias"] < n_bias:
-            n_blocks = -(-n // BLOCK)
-            sizes = {"peaks": n_blocks, "masses": n_blocks, "ranks": n, "counts": n}
-            sizes |= {"undo": 2 * (n_bias + n), "token": 1}
-            block = np.zeros(len(ARGUMENTS), np.int64)
-            arrays = {name: np.zeros(size, np.int64) for name, size in sizes.items()}
-            for name, array in arrays.items():
-                block[PLACE[name]] = array.ctypes.data
-            views = (block, block.view(np.float64), block.ctypes.data, arrays["token"])
-            scratch.update(n=n, n_bias=n_bias, arrays=arrays, views=views)
-        result: tuple[NDArray[np.int64], NDArray[np.float64], int, NDArray[np.int64]] = scratch["views"]
-        return result
-
-
-def _bits(value: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+        if logits.strides != (4,) or not logits.flags.writeable:
+            logits = logits.copy()
+        words = self._words
+        if history is not self._history:
+            self._history = np.ascontiguousarray(history)
+            words[_HISTORY] = self._history.ctypes.data
+        words[_LOGITS] = logits.__array_interface__["data"][0]
+        words[_N_HISTORY] = length
+        self._function(0, 1, self._address)
+        return int(words[_TOKEN])

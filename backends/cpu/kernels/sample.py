@@ -44,12 +44,13 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
         return numba.njit(error_model="numpy", forceinline=True)(named(function))
 
     place = {name: PLACE[name] for name in ARGUMENTS}
-    LOGITS, N, HISTORY, N_WINDOW = place["logits"], place["n"], place["history"], place["n_window"]
+    LOGITS, N, SEED, TOKEN = place["logits"], place["n"], place["seed"], place["token"]
+    HISTORY, N_HISTORY, N_LAST = place["history"], place["n_history"], place["n_last"]
     BIAS_IDS, BIAS, N_BIAS, TOP_K = place["bias_ids"], place["bias"], place["n_bias"], place["top_k"]
     TEMPERATURE, TOP_P, LOG_MIN_P = place["temperature"], place["top_p"], place["log_min_p"]
     REPEAT, PRESENCE, FREQUENCY = (place[f"{x}_penalty"] for x in ("repeat", "presence", "frequency"))
-    DRAW, LOG_REST, PEAKS, MASSES = place["draw"], place["log_rest"], place["peaks"], place["masses"]
-    RANKS, COUNTS, UNDO, TOKEN = place["ranks"], place["counts"], place["undo"], place["token"]
+    LOG_REST, PEAKS, MASSES = place["log_rest"], place["peaks"], place["masses"]
+    RANKS, COUNTS, UNDO = place["ranks"], place["counts"], place["undo"]
 
     @helper
     def key_at(logits, i):
@@ -78,11 +79,13 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
             put(undo, 2 * n_undo + 1, bits_at(logits, token))
             n_undo += 1
             put_logit(logits, token, value + double_at(word(a, BIAS), j))
-        history, n_window, counts = word(a, HISTORY), word(a, N_WINDOW), word(a, COUNTS)
-        for j in range(n_window):
+        history, n_history, counts = word(a, HISTORY), word(a, N_HISTORY), word(a, COUNTS)
+        n_last = word(a, N_LAST)
+        begin = max(0, n_history - n_last) if n_last >= 0 else 0
+        for j in range(begin, n_history):
             token = bits_at(history, j)
             put(counts, token, word(counts, token) + 1)
-        for j in range(n_window):
+        for j in range(begin, n_history):
             token = bits_at(history, j)
             count = word(counts, token)
             if count:
@@ -194,6 +197,22 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
         return bar
 
     @helper
+    def shifted(z, bits):
+        return (z >> bits) & ((1 << (64 - bits)) - 1)  # as an unsigned number
+
+    @helper
+    def mixed(z):
+        z = (z ^ shifted(z, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+        z = (z ^ shifted(z, 27)) * (0x94D049BB133111EB - (1 << 64))
+        return z ^ shifted(z, 31)
+
+    @helper
+    def uniform(seed, counter):
+        """As `uniform` of edgert/sampler.py."""
+        z = mixed(seed ^ 0x5851F42D4C957F2D)
+        return shifted(mixed(z + counter * (0x9E3779B97F4A7C15 - (1 << 64))), 11) * 2.0**-53
+
+    @helper
     def draw(a, logits, n, peak, bar):
         peaks, masses, n_blocks = word(a, PEAKS), word(a, MASSES), (n + BLOCK - 1) // BLOCK
         scale, total, last = 1.0 / double_at(a, TEMPERATURE), 0.0, 0
@@ -205,7 +224,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
                     last = block
             total += mass
             put(masses, block, double_bits(mass))
-        goal, block = double_at(a, DRAW) * total, 0
+        goal, block = uniform(word(a, SEED), word(a, N_HISTORY)) * total, 0
         while block < last and goal >= double_at(masses, block):
             goal -= double_at(masses, block)
             block += 1
@@ -272,7 +291,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
     @named
     def sample(thread, n_threads, a):
         if thread == 0:
-            put(word(a, TOKEN), 0, call(a))
+            put(a, TOKEN, call(a))
 
     return sample
 
