@@ -5,7 +5,6 @@ The package is an extra (`edgert[gpu]`); importing this module does not load it,
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import logging
@@ -68,7 +67,8 @@ class _Log:
 _log = _Log()
 _library: ModuleType | None = None
 _callback: Any = None  # llama.cpp keeps a bare pointer to it
-_amx: bool | None = None  # None: no model was loaded yet, so that llama.cpp has not asked for AMX
+# AMX kernels: None before the first load, then "fine", "fails" (and must not be chosen), "refused" for good.
+_amx: str | None = None
 
 
 def library() -> ModuleType:
@@ -155,11 +155,7 @@ class LlamaBackend(Backend):
         path = _validated(model)
         _log.clear()
 
-        params = llama.llama_model_default_params()
-        params.n_gpu_layers = 0
-        params.use_extra_bufts = use_extra_bufts is not False
-        with contextlib.nullcontext() if use_extra_bufts is not None else _amx_guard(path):
-            self._model = llama.llama_model_load_from_file(path.encode(), params)
+        self._model = _load_model(path, use_extra_bufts)
         if not self._model:
             reason = _log.errors[-1] if _log.errors else "no reason in its log"
             raise ModelFileError(f"llama.cpp does not load {path}: {reason}")
@@ -206,7 +202,7 @@ class LlamaBackend(Backend):
                 "type_k": type_k,
                 "type_v": type_v,
                 "buffers": ", ".join(f"{where} {what} {size} MiB" for where, what, size in _buffers()),
-                **({"amx": "off: this build of llama.cpp fails with it"} if _amx is False else {}),
+                **({"amx": "off: this build of llama.cpp fails with it"} if _amx in ("fails", "refused") else {}),
             },
         )
         self._buffers = _buffers()
@@ -400,15 +396,40 @@ def _buffers() -> list[tuple[str, str, str]]:
     return [match.groups() for line in _log.lines if (match := _BUFFER.search(line))]  # type: ignore[misc]
 
 
-def _amx_guard(model: str) -> contextlib.AbstractContextManager[None]:
-    """What the first load happens in, so that llama.cpp does not choose AMX kernels that fail."""
+def _load_model(path: str, use_extra_bufts: bool | None) -> Any:
+    """llama.cpp's handle of the model, null when it cannot; AMX kernels that fail are kept from being chosen."""
     global _amx
+    llama = library()
+    params = llama.llama_model_default_params()
+    params.n_gpu_layers = 0
+    params.use_extra_bufts = use_extra_bufts is not False
+
+    def load() -> Any:
+        return llama.llama_model_load_from_file(path.encode(), params)
+
+    if use_extra_bufts is not None:
+        return load()
     if _amx is None:
-        _amx = True
-        if sys.platform == "linux" and "AMX_INT8 = 1" in system_info():
-            kernels = Path(library().__file__ or "").parent / "lib" / "libggml-cpu.so"
-            _amx = not kernels.exists() or llama_check.amx_works(kernels, model)
-    return contextlib.nullcontext() if _amx else llama_check.amx_refused()
+        _amx = _amx_state(path)
+        if _amx == "fails":
+            try:
+                with llama_check.amx_refused():
+                    model = load()
+                _amx = "refused"
+                return model
+            except OSError as error:
+                log.info("AMX cannot be refused (%s): llama.cpp keeps the file's own layouts.", error)
+    # Without layouts of its own it does not come to AMX either.
+    params.use_extra_bufts = _amx != "fails"
+    return load()
+
+
+def _amx_state(model: str) -> str:
+    """What is known of llama.cpp's AMX kernels before the first load: "fine" (or not there), or "fails"."""
+    if sys.platform != "linux" or "AMX_INT8 = 1" not in system_info():
+        return "fine"
+    kernels = Path(library().__file__ or "").parent / "lib" / "libggml-cpu.so"
+    return "fine" if not kernels.exists() or llama_check.amx_works(kernels, model) else "fails"
 
 
 def _validated(model: GGUFFile | str | Path) -> str:

@@ -104,6 +104,8 @@ def amx_refused() -> Iterator[None]:
 
     The kernel grants AMX only when every alternate signal stack could hold the tiles; this one could not.
     llama.cpp asks once, at its first load. Source: Documentation/arch/x86/xstate.rst.
+
+    Raises: OSError when the process has been granted AMX before.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     memory = ctypes.create_string_buffer(4096)

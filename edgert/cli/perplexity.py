@@ -88,7 +88,7 @@ def command(
         line.clear()
         names = {"model": str(path), "backend": engine.verdict.backend}
         if base is not None:
-            names |= {"against": str(base_path), "against_backend": base.verdict.backend}
+            names |= {"against_model": str(base_path), "against_backend": base.verdict.backend}
     if as_json:
         click.echo(json.dumps({**names, **result.as_dict()}, indent=1))
     else:
@@ -104,7 +104,7 @@ def as_text(result: Evaluation, names: dict[str, str]) -> str:
     ]
     if other := result.against:
         lines += [
-            ("against", f"{names['against']} ({names['against_backend']})"),
+            ("against", f"{names['against_model']} ({names['against_backend']})"),
             ("", f"perplexity {other.perplexity_base:.4f}, ratio {other.ratio:.6f} ± {other.ratio_error:.6f}"),
             ("mean KLD", f"{other.kld_mean:.6f} ± {other.kld_error:.6f}"),
             ("median", f"{other.kld_median:.6f}"),
