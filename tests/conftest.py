@@ -9,6 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# OpenBLAS' threads wait for each other by spinning: beside the engine's threads, on few cores, the small products of
+# the reference would take a hundred times longer. Must stand before the first import of NumPy.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
