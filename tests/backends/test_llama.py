@@ -1,0 +1,320 @@
+"""llama.cpp behind the waist: its logits, its sequences, what it refuses. Skipped where it is not installed."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from reference import Reference, kl_divergence
+
+from edgert.backends import llama as module
+from edgert.backends import llama_check
+from edgert.backends.base import Batch
+from edgert.backends.llama import LlamaBackend
+from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, ModelFileError
+
+needs_llama = pytest.mark.skipif(
+    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
+)
+TOKENS = np.random.default_rng(3).integers(0, 384, 40).tolist()
+
+
+@pytest.fixture
+def make(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., LlamaBackend]]:
+    opened = []
+
+    def load(family: str = "llama", **options: Any) -> LlamaBackend:
+        options = {"n_ctx": 128, "n_threads": 1, **options}
+        opened.append(LlamaBackend(tiny_model(family, quant=Type.F32), **options))
+        return opened[-1]
+
+    yield load
+    for backend in opened:
+        backend.close()
+
+
+def run(backend: LlamaBackend, tokens: list[int], start: int = 0, sequence: int = 0) -> Any:
+    return backend.forward(Batch.of(tokens, start, sequence, wanted="all")).copy()
+
+
+@needs_llama
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("flash_attn", ["on", "off"])
+def test_logits_are_the_reference_s(
+    make: Callable[..., LlamaBackend], tiny_model: Callable[..., Path], family: str, flash_attn: str
+) -> None:
+    expected = Reference(tiny_model(family, quant=Type.F32)).logits(TOKENS)
+    logits = run(make(family, flash_attn=flash_attn), TOKENS)
+    assert logits.dtype == np.float32
+    assert kl_divergence(expected, logits).max() < 1e-4
+
+
+@needs_llama
+def test_only_wanted_logits_come_in_order(make: Callable[..., LlamaBackend]) -> None:
+    backend = make()
+    whole = run(backend, TOKENS)
+    backend.free(0)
+    batch = Batch.of(TOKENS, 0, wanted="none")
+    batch.wanted[[3, 17, 39]] = True
+    np.testing.assert_allclose(backend.forward(batch), whole[[3, 17, 39]], atol=1e-4)
+    assert backend.length(0) == 40
+    backend.free(0)
+    assert backend.forward(Batch.of(TOKENS, 0, wanted="none")).shape == (0, 384)
+
+
+@needs_llama
+def test_logits_are_not_copied(make: Callable[..., LlamaBackend]) -> None:
+    backend = make()
+    first = backend.forward(Batch.of(TOKENS[:1], 0))
+    second = backend.forward(Batch.of(TOKENS[1:2], 1))
+    assert not first.flags.owndata
+    assert first.ctypes.data == second.ctypes.data
+
+
+@needs_llama
+def test_steps_of_any_size_give_the_same(make: Callable[..., LlamaBackend]) -> None:
+    backend = make(n_batch=16, n_ubatch=8)
+    parts, start = [], 0
+    for size in (16, 1, 7, 15, 1):
+        parts.append(run(backend, TOKENS[start : start + size], start))
+        start += size
+    np.testing.assert_allclose(np.concatenate(parts), run(make(), TOKENS), atol=2e-3)
+
+
+@needs_llama
+def test_several_sequences_share_a_batch(make: Callable[..., LlamaBackend]) -> None:
+    backend = make(n_seq_max=3)
+    alone = run(make(), TOKENS[:20])
+    other = run(make(), TOKENS[20:])
+    order = np.argsort(np.tile(np.arange(20), 2), kind="stable")  # interleaved token by token
+    batch = Batch(
+        np.array(TOKENS, np.int32)[order],
+        np.repeat(np.array([2, 0], np.int32), 20)[order],
+        np.tile(np.arange(20, dtype=np.int32), 2)[order],
+        np.ones(40, bool),
+    )
+    logits = backend.forward(batch)
+    np.testing.assert_allclose(logits[0::2], alone, atol=2e-3)
+    np.testing.assert_allclose(logits[1::2], other, atol=2e-3)
+    assert [backend.length(i) for i in range(3)] == [20, 0, 20]
+
+
+@needs_llama
+def test_a_fork_goes_its_own_way(make: Callable[..., LlamaBackend]) -> None:
+    backend = make(n_seq_max=2)
+    whole = run(backend, TOKENS)
+    backend.fork(0, 1, 13)
+    assert backend.length(1) == 13
+    np.testing.assert_allclose(run(backend, TOKENS[13:], 13, sequence=1), whole[13:], atol=2e-3)
+    backend.truncate(0, 5)
+    np.testing.assert_allclose(run(backend, TOKENS[5:], 5), whole[5:], atol=2e-3)
+    with pytest.raises(ValueError, match="not empty"):
+        backend.fork(0, 1, 3)
+    backend.free(1)
+    with pytest.raises(ValueError, match="has 40 positions, not 41"):
+        backend.fork(0, 1, 41)
+
+
+@needs_llama
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_truncate_reaches_back_beyond_the_window(make: Callable[..., LlamaBackend], family: str) -> None:
+    backend = make(family)
+    whole = run(backend, TOKENS)
+    backend.truncate(0, 4)
+    np.testing.assert_allclose(run(backend, TOKENS[4:], 4), whole[4:], atol=2e-3)
+
+
+@needs_llama
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": [1, 384]}, "the vocabulary has 384"),
+        ({"tokens": [-1, 2]}, "the vocabulary has 384"),
+        ({"sequences": [0, 1]}, "n_seq_max is 1"),
+        ({"positions": [1, 2]}, "has 0 positions; the batch starts at 1"),
+        ({"positions": [0, 2]}, "not consecutive"),
+        ({"positions": [0]}, "differ in length"),
+    ],
+)
+def test_wrong_batches_are_refused_and_change_nothing(
+    make: Callable[..., LlamaBackend], change: dict[str, list[int]], message: str
+) -> None:
+    backend = make()
+    fields: dict[str, Any] = {"tokens": [1, 2], "sequences": [0, 0], "positions": [0, 1], **change}
+    arrays = {name: np.array(values, np.int32) for name, values in fields.items()}
+    with pytest.raises(ValueError, match=message):
+        backend.forward(Batch(**arrays, wanted=np.ones(2, bool)))
+    assert backend.length(0) == 0
+    assert run(backend, [1, 2]).shape == (2, 384)
+
+
+@needs_llama
+def test_sizes_are_bounds(make: Callable[..., LlamaBackend]) -> None:
+    backend = make(n_ctx=32, n_batch=8)
+    with pytest.raises(ValueError, match="n_batch is 8"):
+        run(backend, TOKENS[:9])
+    for start in range(0, 32, 8):
+        run(backend, TOKENS[start : start + 8], start)
+    with pytest.raises(ValueError, match="n_ctx is 32"):
+        run(backend, [1], 32)
+
+
+@needs_llama
+def test_a_failed_step_leaves_the_lengths(make: Callable[..., LlamaBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make()
+    run(backend, TOKENS[:8])
+    for status, error in ((1, DoesNotFitError), (-3, EdgertError)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module.library(), "llama_decode", lambda *_, status=status: status)
+            with pytest.raises(error):
+                run(backend, TOKENS[8:], 8)
+        assert backend.length(0) == 8
+    np.testing.assert_allclose(run(backend, TOKENS[8:], 8), run(make(), TOKENS)[8:], atol=2e-3)
+
+
+@needs_llama
+def test_closed_is_closed(make: Callable[..., LlamaBackend]) -> None:
+    backend = make()
+    backend.close()
+    backend.close()
+    for call in (lambda: backend.length(0), lambda: run(backend, [1]), backend.memory):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+
+
+@needs_llama
+def test_facts_and_memory(make: Callable[..., LlamaBackend], tiny_model: Callable[..., Path]) -> None:
+    backend = make(n_ctx=256)
+    memory = backend.memory()
+    # 2 layers, 2 heads of 32 for keys and as many for values, float16
+    assert memory["kv"] == pytest.approx(256 * 2 * 2 * 2 * 32 * 2, rel=0.05)
+    assert 0 < memory["weights"] <= tiny_model("llama", quant=Type.F32).stat().st_size
+    assert backend.verdict.backend == "llama"
+    assert "llama-cpp-python" in backend.verdict.reason
+    assert backend.facts()["model_n_params"] > 0
+
+
+@needs_llama
+def test_options_have_known_values(tiny_model: Callable[..., Path]) -> None:
+    path = tiny_model("llama")
+    with pytest.raises(ValueError, match="flash_attn is 'maybe'"):
+        LlamaBackend(path, flash_attn="maybe")
+    with pytest.raises(ValueError, match="type_k is 'q3'"):
+        LlamaBackend(path, type_k="q3")
+
+
+@needs_llama
+def test_damaged_files_never_reach_llama(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(tiny_model("llama").read_bytes()[:-4096])
+
+    def reached(*_: Any) -> None:
+        raise AssertionError("llama.cpp was given the file")
+
+    monkeypatch.setattr(module.library(), "llama_model_load_from_file", reached)
+    with pytest.raises(ModelFileError):
+        LlamaBackend(path)
+
+
+@needs_llama
+def test_what_llama_refuses_says_why(tiny_model: Callable[..., Path]) -> None:
+    with pytest.raises(ModelFileError, match=r"llama\.cpp does not load"):
+        LlamaBackend(tiny_model("llama", omit=["blk.1.attn_k.weight"]), n_ctx=64)
+
+
+@needs_llama
+def test_its_log_goes_to_logging(
+    make: Callable[..., LlamaBackend], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger="edgert.backends.llama"):
+        make()
+    assert any("n_ctx" in record.message for record in caplog.records)
+    out, err = capfd.readouterr()
+    assert "llama_model_loader" not in out + err
+
+
+def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "_library", None)
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.delitem(sys.modules, "llama_cpp.llama_cpp", raising=False)
+    with pytest.raises(BackendUnavailableError, match=r"pip install 'edgert\[gpu\]'"):
+        LlamaBackend(tmp_path / "any.gguf")
+
+
+def test_a_library_that_does_not_load_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(name: str) -> Any:
+        raise RuntimeError("libgomp.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(module, "_library", None)
+    monkeypatch.setattr(module.importlib, "import_module", broken)
+    with pytest.raises(BackendUnavailableError, match=r"libgomp\.so\.1.*pip install"):
+        LlamaBackend(tmp_path / "any.gguf")
+
+
+def test_the_module_does_not_load_the_package() -> None:
+    code = "import sys, edgert.backends.llama; sys.exit('llama_cpp' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "works"),
+    [
+        ("print('cosine', 0.9999)", True),
+        ("print('cosine', 0.1)", False),
+        ("import os; os.abort()", False),
+        ("raise SystemExit(3)", False),
+        ("import time; time.sleep(60)", False),
+    ],
+)
+def test_amx_is_trusted_only_when_its_trial_succeeds(
+    code: str, works: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = tmp_path / "libggml-cpu.so"
+    library.write_bytes(b"x")
+    monkeypatch.setenv("EDGERT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(llama_check, "_TRY", code)
+    monkeypatch.setattr(llama_check, "TIMEOUT", 5.0)
+    assert llama_check.amx_works(library, "model") is works
+    monkeypatch.setattr(llama_check, "_TRY", "raise SystemExit(9)")
+    assert llama_check.amx_works(library, "model") is works  # remembered
+    library.write_bytes(b"another build")
+    assert llama_check.amx_works(library, "model") is False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="signal stacks of Linux")
+def test_amx_is_refused_only_inside() -> None:
+    code = """
+import ctypes, sys
+from edgert.backends.llama_check import amx_refused
+libc = ctypes.CDLL(None)
+ask = lambda: libc.syscall(158, 0x1023, 18)
+with amx_refused():
+    inside = ask()
+print(inside, ask())
+"""
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    if "amx_int8" not in flags:
+        pytest.skip("no AMX here")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["-1", "0"]
+
+
+@needs_llama
+def test_its_tokenizer_is_a_cross_check(make: Callable[..., LlamaBackend], tiny_model: Callable[..., Path]) -> None:
+    from edgert.quantize.gguf_file import GGUFFile
+    from edgert.tokenizer import Tokenizer
+
+    with GGUFFile.open(tiny_model("llama", quant=Type.F32)) as file:
+        tokenizer = Tokenizer.from_gguf(file)
+    text = "Hello world, the user and the world"
+    assert make().tokenize(text) == tokenizer.encode(text)
