@@ -69,7 +69,7 @@ class Test:
         return f"{what} @ d{self.n_depth}" if self.n_depth else what
 
 
-def tests_of(n_prompt: Sequence[int], n_gen: Sequence[int], n_depth: Sequence[int]) -> list[Test]:
+def plan(n_prompt: Sequence[int], n_gen: Sequence[int], n_depth: Sequence[int]) -> list[Test]:
     """All combinations, as llama-bench orders them; 0 leaves a kind out."""
     tests = []
     for depth in n_depth:

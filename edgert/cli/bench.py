@@ -63,9 +63,9 @@ def command(
     Several values between commas give one row each. --against llama runs llama.cpp in turn, A B A B, with flash
     attention on or off as it is faster, and prints the ratio of the medians.
     """
-    from edgert.benchmark import measure, tests_of
+    from edgert.benchmark import measure, plan
 
-    tests = tests_of(n_prompt, n_gen, n_depth)
+    tests = plan(n_prompt, n_gen, n_depth)
     if not tests:
         raise click.UsageError("-p and -n are both 0: nothing to measure.")
     paths = [model_path(name) for name in model.split(",")] if model else [model_path(None)]

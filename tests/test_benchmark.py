@@ -1,0 +1,292 @@
+"""The benchmark: which tests run and in what order, what is timed, what is printed."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from numpy.typing import NDArray
+
+from edgert import benchmark
+from edgert.backends.base import Backend, Batch, Verdict
+from edgert.benchmark import EngineProcess, Facts, Result, Runner, Test, measure, plan
+from edgert.cli.bench import as_csv, as_table, command
+from edgert.errors import EdgertError
+
+needs_llama = pytest.mark.skipif(
+    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
+)
+
+
+class Recorder(Backend):
+    """A backend that writes down the steps it is asked for, and takes a given time for each token."""
+
+    def __init__(self, n_batch: int = 16, seconds: float = 0.0) -> None:
+        self.n_vocab, self.n_ctx, self.n_batch, self.n_seq_max = 50, 1000, n_batch, 1
+        self.capabilities = frozenset()
+        self.verdict = Verdict("test", "test", "test", "test")
+        self.steps: list[tuple[int, int, int]] = []  # first position, tokens, wanted
+        self.seconds = seconds
+        self._length = 0
+
+    def forward(self, batch: Batch) -> NDArray[np.float32]:
+        assert int(batch.positions[0]) == self._length
+        assert batch.tokens.min() >= 0
+        assert batch.tokens.max() < self.n_vocab
+        self._length += len(batch)
+        self.steps.append((int(batch.positions[0]), len(batch), int(batch.wanted.sum())))
+        time.sleep(self.seconds * len(batch))
+        return np.zeros((int(batch.wanted.sum()), self.n_vocab), np.float32)
+
+    def length(self, sequence: int) -> int:
+        return self._length
+
+    def fork(self, source: int, target: int, length: int) -> None:
+        raise NotImplementedError
+
+    def truncate(self, sequence: int, length: int) -> None:
+        self._length = min(self._length, length)
+
+    def memory(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def test_tests_are_llama_bench_s() -> None:
+    names = [test.name for test in plan([512, 64], [128, 0], [0, 4096])]
+    assert names == ["pp512", "pp64", "tg128", "pp512 @ d4096", "pp64 @ d4096", "tg128 @ d4096"]
+    assert plan([0], [0], [0]) == []
+
+
+def test_a_prefill_wants_its_last_logits_only() -> None:
+    backend = Recorder()
+    Runner(backend).run(Test(40, 0))
+    assert backend.steps == [(0, 16, 0), (16, 16, 0), (32, 8, 1)]
+
+
+def test_decode_takes_single_steps_with_logits() -> None:
+    backend = Recorder()
+    Runner(backend).run(Test(0, 3))
+    assert backend.steps == [(0, 1, 1), (1, 1, 1), (2, 1, 1)]
+
+
+def test_what_stands_before_is_computed_once_and_not_timed() -> None:
+    backend = Recorder(seconds=0.001)
+    runner = Runner(backend)
+    first = runner.run(Test(0, 2, n_depth=40))
+    assert backend.steps == [(0, 16, 0), (16, 16, 0), (32, 8, 0), (40, 1, 1), (41, 1, 1)]
+    backend.steps.clear()
+    again = runner.run(Test(0, 2, n_depth=40))
+    assert backend.steps == [(40, 1, 1), (41, 1, 1)]
+    assert max(first, again) < 0.03e9  # 40 tokens would take 0.04 s
+    backend.steps.clear()
+    runner.run(Test(5, 0, n_depth=50))
+    assert backend.steps == [(42, 8, 0), (50, 5, 1)]
+
+
+def test_time_is_of_the_test() -> None:
+    assert 0.02e9 <= Runner(Recorder(seconds=0.001)).run(Test(0, 20)) < 0.2e9
+
+
+def test_warm_up_of_decode_is_short() -> None:
+    backend = Recorder()
+    Runner(backend).warm_up(Test(0, 128))
+    assert len(backend.steps) == benchmark.WARM_UP_TOKENS
+
+
+class FakeProcess:
+    """Stands in for EngineProcess; its times come from a list."""
+
+    log: list[str] = []  # noqa: RUF012
+
+    def __init__(self, path: Path, backend: str, n_ctx: int, n_threads: int | None, **options: Any) -> None:
+        self.kind = backend + str(options.get("flash_attn", ""))
+        self.n_ctx = n_ctx
+        self.engine = engine_of(backend, options.get("flash_attn", "on"))
+        self.closed = False
+
+    def run(self, test: Test, warm_up: bool = False) -> int:
+        self.log.append(f"{'warm ' if warm_up else ''}{self.kind} {test.name}")
+        slow = {"cpu": 1, "llamaon": 2, "llamaoff": 3}[self.kind]
+        if test.n_gen:  # at decode the one without flash attention is the faster
+            slow = {1: 1, 2: 3, 3: 2}[slow]
+        return 1_000_000 * slow * (test.n_prompt + test.n_gen)
+
+    def peak_rss(self) -> int:
+        return 123 << 20
+
+    def close(self) -> None:
+        self.log.append(f"close {self.kind}")
+
+
+def engine_of(backend: str, flash_attn: str = "on") -> dict[str, Any]:
+    return {
+        "backend": backend,
+        "device": "CPU",
+        "version": "1.2",
+        "build": f"built for {backend}",
+        "n_threads": 2,
+        "n_batch": 512,
+        "n_ubatch": 512,
+        "flash_attn": flash_attn,
+        "cpu_info": "A processor",
+    }
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(benchmark, "EngineProcess", FakeProcess)
+    monkeypatch.setattr(benchmark, "PAUSE", 0)
+    FakeProcess.log = []
+    return FakeProcess.log
+
+
+def test_engines_run_in_turn(tiny_model: Callable[..., Path], fakes: list[str]) -> None:
+    results = list(measure(tiny_model("llama"), [Test(8, 0)], 2, repetitions=3, against="llama"))
+    runs = [line for line in fakes if not line.startswith(("warm", "close"))]
+    trials = ["llamaon pp8", "llamaoff pp8"] * benchmark.TRIALS
+    assert runs == trials + ["cpu pp8", "llamaon pp8"] * 3
+    assert sorted(fakes[-3:]) == ["close cpu", "close llamaoff", "close llamaon"]
+    ours, theirs = results
+    assert (ours.median_ts, theirs.median_ts, ours.ratio, theirs.ratio) == (1000, 500, 2, None)
+    assert len(ours.samples_ns) == len(theirs.samples_ns) == 3
+
+
+def test_flash_attention_is_chosen_for_each_test(tiny_model: Callable[..., Path], fakes: list[str]) -> None:
+    results = list(measure(tiny_model("llama"), [Test(8, 0), Test(0, 4)], 2, 1, against="llama"))
+    chosen = [(result.test.name, result.engine["flash_attn"]) for result in results[1::2]]
+    assert chosen == [("pp8", "on"), ("tg4", "off")]
+
+
+def test_engines_are_closed_after_an_error(
+    tiny_model: Callable[..., Path], fakes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> int:
+        raise EdgertError("it fell over")
+
+    monkeypatch.setattr(FakeProcess, "run", fail)
+    with pytest.raises(EdgertError, match="it fell over"):
+        list(measure(tiny_model("llama"), [Test(8, 0)], 2, 1))
+    assert fakes == ["close cpu"]
+
+
+def results() -> list[Result]:
+    facts = Facts("m.gguf", "llama 1M Q4_0", 3 << 20, 1_000_000, 384)
+    ours = Result(facts, Test(512, 0), engine_of("cpu"), [1_000_000_000, 2_000_000_000, 4_000_000_000])
+    theirs = Result(facts, Test(512, 0), engine_of("llama", "off"), [4_000_000_000], "now", 5 << 20)
+    ours.peak_rss, ours.ratio = 7 << 20, ours.median_ts / theirs.median_ts
+    return [ours, theirs]
+
+
+def test_a_row_has_llama_bench_s_fields() -> None:
+    row = results()[0].row()
+    known = """build_commit build_number cpu_info gpu_info backends model_filename model_type model_size
+        model_n_params n_batch n_ubatch n_threads type_k type_v n_gpu_layers flash_attn n_prompt n_gen n_depth
+        test_time avg_ns stddev_ns avg_ts stddev_ts samples_ns samples_ts"""
+    assert set(known.split()) <= set(row)
+    assert row["samples_ts"] == [512, 256, 128]
+    assert row["avg_ts"] == pytest.approx(298.667, abs=1e-3)
+    assert row["median_ts"] == 256
+    assert row["stddev_ts"] == pytest.approx(np.std([512, 256, 128], ddof=1))
+    assert row["avg_ns"] == 2_333_333_333
+    assert row["ratio"] == 2
+
+
+def test_the_table_reads_like_llama_bench_s() -> None:
+    lines = as_table(results()).splitlines()
+    assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == (
+        ["model", "size", "params", "backend", "threads", "fa", "test", "t/s", "median", "ratio"]
+    )
+    assert {len(line) for line in lines[:6]} == {len(lines[0])}
+    assert "298.67 ± 195.52" in lines[2]
+    assert "2.00x" in lines[2]
+    assert "| llama   | 2       | off | pp512" in lines[3]
+    assert "peak memory | 7.0 MiB" in lines[4]
+    assert "peak memory | 5.0 MiB" in lines[5]
+    assert lines[-3:] == ["CPU: A processor", "cpu 1.2: built for cpu", "llama 1.2: built for llama"]
+
+
+def test_csv_reads_back() -> None:
+    rows = list(csv.DictReader(io.StringIO(as_csv(results()))))
+    assert [row["backends"] for row in rows] == ["cpu", "llama"]
+    assert (float(rows[0]["median_ts"]), rows[0]["model_type"]) == (256.0, "llama 1M Q4_0")
+
+
+def test_facts_are_the_file_s(tiny_model: Callable[..., Path]) -> None:
+    path = tiny_model("llama", metadata={"general.file_type": 2})
+    facts = Facts.of(path)
+    assert facts.model_type == "llama 0M Q4_0"
+    assert 0 < facts.model_size < path.stat().st_size
+    assert (facts.n_vocab, facts.model_filename) == (384, str(path))
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("llama", marks=needs_llama)])
+def test_the_command_runs_an_engine(tiny_model: Callable[..., Path], backend: str) -> None:
+    arguments = ["-m", str(tiny_model("llama")), "-p", "32,16", "-n", "4", "-d", "0,8", "-r", "2", "-t", "1"]
+    run = CliRunner().invoke(command, [*arguments, "--backend", backend, "-o", "json"], catch_exceptions=False)
+    rows = json.loads(run.stdout)
+    assert [row["test"] for row in rows] == ["pp32", "pp16", "tg4", "pp32 @ d8", "pp16 @ d8", "tg4 @ d8"]
+    for row in rows:
+        assert row["backends"] == backend
+        assert len(row["samples_ns"]) == 2
+        assert min(row["samples_ns"]) > 0
+        assert row["peak_rss"] > 1 << 20
+        assert row["n_threads"] == 1
+
+
+@needs_llama
+def test_the_command_compares(tiny_model: Callable[..., Path]) -> None:
+    arguments = ["-m", str(tiny_model("llama")), "-p", "32", "-n", "4", "-r", "1", "-t", "1", "--against", "llama"]
+    run = CliRunner().invoke(command, [*arguments, "-o", "json"], catch_exceptions=False)
+    rows = json.loads(run.stdout)
+    assert [(row["test"], row["backends"]) for row in rows] == [
+        ("pp32", "cpu"),
+        ("pp32", "llama"),
+        ("tg4", "cpu"),
+        ("tg4", "llama"),
+    ]
+    assert rows[0]["ratio"] == pytest.approx(rows[0]["median_ts"] / rows[1]["median_ts"])
+    assert {row["flash_attn"] for row in rows[1::2]} <= {"on", "off"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-p", "0", "-n", "0"], "nothing to measure"),
+        (["-p", "12,x"], "not made of whole numbers"),
+        (["-t", "0"], "not made of whole numbers from 1"),
+        (["-d", "-5"], "not made of whole numbers"),
+        (["-r", "0"], "0 is not in the range"),
+    ],
+)
+def test_wrong_flags_are_named(arguments: list[str], message: str) -> None:
+    run = CliRunner().invoke(command, arguments)
+    assert run.exit_code == 2
+    assert message in " ".join(run.output.split())
+
+
+def test_an_engine_that_cannot_load_says_so(tiny_model: Callable[..., Path]) -> None:
+    with EngineProcess(tiny_model("llama"), "none", 64, 1) as process, pytest.raises(EdgertError, match="none"):
+        _ = process.engine
+
+
+@needs_llama
+def test_an_engine_that_dies_is_an_error(tiny_model: Callable[..., Path]) -> None:
+    with EngineProcess(tiny_model("llama"), "llama", 64, 1) as process:
+        assert process.run(Test(4, 0)) > 0 if process.engine else False
+        os.kill(process._process.pid, signal.SIGKILL)
+        with pytest.raises(EdgertError, match="llama engine ended with signal 9"):
+            process.run(Test(4, 0))
