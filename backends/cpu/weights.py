@@ -14,7 +14,9 @@ from edgert.backends.cpu.layouts import BLOCK, CODEC_OF, CODECS, n_panels
 from edgert.backends.cpu.team import Team
 from edgert.errors import UnsupportedFormatError
 from edgert.quantize.formats import check_finite
-from edgert.quantize.gguf_file import GGUFFile
+from edgert.quantize.gguf_file import GGUFFile, Tensor
+
+BUFFER_BYTES = 4 << 20  # of raw rows read at a time
 
 
 def aligned(n_bytes: int) -> NDArray[np.uint8]:
@@ -36,7 +38,7 @@ class Matrix:
 
 
 class Packer:
-    """Packs the tensors of one file; keeps one buffer, of the largest tensor's size, while it lives."""
+    """Packs the tensors of one file through one small buffer."""
 
     def __init__(self, file: GGUFFile, isa: Isa, team: Team) -> None:
         self._file = file
@@ -60,7 +62,8 @@ class Packer:
                 )
             if tensor.n_cols % BLOCK:
                 raise UnsupportedFormatError(
-                    f"{file.path}: tensor {name} has rows of {tensor.n_cols}; the cpu backend runs multiples of {BLOCK}."
+                    f"{file.path}: tensor {name} has rows of {tensor.n_cols}; "
+                    f"the cpu backend runs multiples of {BLOCK}."
                 )
             found.add(compiler.name_of("repack", format=tensor.format.name))
         return found
@@ -101,25 +104,28 @@ class Packer:
         data = aligned(panels * codec.panel_bytes(n_cols, lanes))
         first = 0
         for i, tensor in enumerate(tensors):
-            if len(self._buffer) < tensor.n_bytes:
-                self._buffer = np.empty(tensor.n_bytes, np.uint8)
-            raw = self._buffer[: tensor.n_bytes]
-            tensor.read_into(raw)
-            check_finite(tensor, raw)
-            arguments = np.array(
-                [
-                    raw.ctypes.data,
-                    tensor.row_bytes,
-                    tensor.n_rows,
-                    n_cols,
-                    data.ctypes.data,
-                    i if interleave else first,
-                    len(tensors) if interleave else 1,
-                ],
-                np.int64,
-            )
-            name = compiler.name_of("repack", format=tensor.format.name)
-            address = compiler.addresses([name], self._isa)[name]
-            self._team.run(np.array([[address, arguments.ctypes.data, 1]], np.int64))
+            if interleave:
+                self._pack_tensor(tensor, data, i, len(tensors))
+            else:
+                self._pack_tensor(tensor, data, first, 1)
             first += n_panels(tensor.n_rows, lanes)
         return Matrix(codec.name, n_rows, n_cols, panels, data)
+
+    def _pack_tensor(self, tensor: Tensor, data: NDArray[np.uint8], first: int, step: int) -> None:
+        """Packs one tensor into the panels first, first + step, ... of `data`, a few rows at a time."""
+        lanes = self._isa.lanes
+        name = compiler.name_of("repack", format=tensor.format.name)
+        address = compiler.addresses([name], self._isa)[name]
+        rows_at_once = max(1, BUFFER_BYTES // (tensor.row_bytes * lanes)) * lanes
+        for row in range(0, tensor.n_rows, rows_at_once):
+            n_rows = min(rows_at_once, tensor.n_rows - row)
+            n_bytes = n_rows * tensor.row_bytes
+            if len(self._buffer) < n_bytes:
+                self._buffer = np.empty(n_bytes, np.uint8)
+            raw = self._buffer[:n_bytes]
+            tensor.read_into(raw, row * tensor.row_bytes)
+            check_finite(tensor, raw)
+            panel = first + row // lanes * step
+            where = [raw.ctypes.data, tensor.row_bytes, n_rows, tensor.n_cols, data.ctypes.data, panel, step]
+            arguments = np.array(where, np.int64)
+            self._team.run(np.array([[address, arguments.ctypes.data, 1]], np.int64))

@@ -25,8 +25,10 @@ N_OPS, BASE, STOP, YIELD = 33, 34, 35, 36
 PARKED = 48  # one cache line a thread: 1 while it sleeps outside
 LINE = 8
 
-SPINS = 2000  # polls with a pause between, before a waiting thread offers its core to others
-YIELDS = 200  # offers before an idle worker goes to sleep
+# A thread that offers its core loses it for milliseconds where others want it, even to programs of low priority. So
+# the threads of a step offer theirs rarely: only a partner that was itself put aside keeps them waiting so long.
+SPINS = 20_000  # polls with a pause between (about a millisecond), before a waiting thread offers its core
+YIELDS = 20  # offers before an idle worker goes to sleep
 
 
 @intrinsic
@@ -131,9 +133,8 @@ def build(isa: Isa, role: str) -> Callable[[int, int, int], None]:
                     tries = 0
                     while _load(state + 8 * ARRIVALS) < target:
                         tries += 1
-                        if tries < SPINS:
-                            _pause()
-                        else:
+                        _pause()
+                        if tries % SPINS == 0:
                             _call_yield(word(state, YIELD))
             if leads:
                 return

@@ -1,0 +1,134 @@
+"""Kernels one by one against NumPy in float64, on every instruction set that this machine has."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgert.backends.cpu import compiler, isa, team
+from edgert.backends.cpu.isa import Isa
+from edgert.backends.cpu.layouts import CODEC_OF, CODECS
+from edgert.backends.cpu.weights import aligned
+from edgert.quantize.formats import FORMATS
+
+Kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+QUANTIZED = [name for name, codec in CODEC_OF.items() if not CODECS[codec].is_float]
+
+
+@pytest.fixture(params=isa.available())
+def chosen(request: pytest.FixtureRequest) -> Isa:
+    return isa.select(request.param)
+
+
+def run(isa: Isa, name: str, arguments: list[int], n_threads: int = 1) -> None:
+    kernel = Kernel(compiler.addresses([name], isa)[name])
+    packed = np.array(arguments, np.int64)
+    for thread in range(n_threads):
+        kernel(thread, n_threads, packed.ctypes.data)
+
+
+def random_rows(name: str, n_rows: int, n_cols: int, seed: int = 0) -> np.ndarray:
+    """Random codes with sane scales: uint8 (n_rows, row bytes)."""
+    rng = np.random.default_rng(seed)
+    form = FORMATS[name]
+    raw = rng.integers(0, 256, (n_rows, n_cols // form.block_size, form.type_size), dtype=np.uint8)
+    halves = rng.uniform(0.001, 0.02, (*raw.shape[:2], 2)).astype(np.float16).view(np.uint8)
+    if name == "Q6_K":
+        raw[..., -2:] = halves[..., :2]
+    else:
+        n = 4 if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 2
+        raw[..., :n] = halves[..., :n]
+    return raw.reshape(n_rows, -1)
+
+
+def pack(isa: Isa, name: str, raw: np.ndarray, n_cols: int) -> np.ndarray:
+    codec = CODECS[CODEC_OF[name]]
+    panels = -(-len(raw) // isa.lanes)
+    packed = aligned(panels * codec.panel_bytes(n_cols, isa.lanes))
+    where = [raw.ctypes.data, raw.shape[1], len(raw), n_cols, packed.ctypes.data, 0, 1]
+    run(isa, compiler.name_of("repack", format=name), where, n_threads=2)
+    return packed
+
+
+def quantize(isa: Isa, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """int8 rows and words by the kernel, and the rows that these stand for."""
+    n, n_cols = x.shape
+    out, words = aligned(n * n_cols), aligned(n * n_cols // 2)
+    header = np.array([n, 0], np.int64)
+    arguments = [0] * 19
+    arguments[0:8] = [x.ctypes.data, x.strides[0], 0, n_cols, header[1:].ctypes.data, header.ctypes.data,
+                      out.ctypes.data, words.ctypes.data]  # fmt: skip
+    run(isa, compiler.name_of("rows", source="plain", form="int8"), arguments)
+    integers = out.view(np.int8).reshape(n, n_cols // 32, 32)
+    scales = words.view(np.float32).reshape(n, n_cols // 32, 4)[..., :1]
+    return out, words, (integers * scales.astype(np.float64)).reshape(n, n_cols)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_products_of_every_format(chosen: Isa, name: str):
+    n_cols, n_rows, n_tokens = 512, 2 * chosen.lanes, 3
+    raw = random_rows(name, n_rows, n_cols)
+    x = np.random.default_rng(1).standard_normal((n_tokens, n_cols)).astype(np.float32)
+    integers, words, activations = quantize(chosen, x)
+    assert np.abs(activations - x).max() <= np.abs(x).max() / 127
+    packed = pack(chosen, name, raw, n_cols)
+    weights = FORMATS[name].dequantize(raw).astype(np.float64)
+    expected = activations @ weights.T
+    header = np.array([n_tokens, 0], np.int64)
+    y = np.zeros((n_tokens + 8, n_rows), np.float32)
+    where = [packed.ctypes.data, integers.ctypes.data, words.ctypes.data, y.ctypes.data, y.strides[0], n_cols,
+             n_rows // chosen.lanes, header.ctypes.data, 0, header[1:].ctypes.data]  # fmt: skip
+    run(chosen, compiler.name_of("product", codec=CODEC_OF[name], width=1, epilogue="store"), where, n_threads=2)
+    # Q4_K and Q5_K round their scales to float16; everything else is exact up to float32 sums.
+    bound = 6e-4 if name in ("Q4_K", "Q5_K", "Q6_K") else 2e-6
+    assert np.abs(y[:n_tokens] - expected).max() < bound * np.abs(weights).max() * np.abs(activations).sum(1).max()
+
+
+def test_width_does_not_change_a_result(chosen: Isa):
+    n_cols, n_rows = 256, 4 * chosen.lanes
+    packed = pack(chosen, "Q4_0", random_rows("Q4_0", n_rows, n_cols), n_cols)
+    x = np.random.default_rng(2).standard_normal((8, n_cols)).astype(np.float32)
+    integers, words, _ = quantize(chosen, x)
+    header = np.array([8, 0], np.int64)
+    results = []
+    for width in (1, 8):
+        y = np.zeros((16, n_rows), np.float32)
+        where = [packed.ctypes.data, integers.ctypes.data, words.ctypes.data, y.ctypes.data, y.strides[0], n_cols,
+                 n_rows // chosen.lanes, header.ctypes.data, 0, header[1:].ctypes.data]  # fmt: skip
+        run(chosen, compiler.name_of("product", codec="q4_0", width=width, epilogue="store"), where)
+        results.append(y[:8])
+    np.testing.assert_array_equal(*results)
+
+
+def test_places_of_the_team_are_those_of_the_walk():
+    from edgert.backends.cpu.kernels import walk
+
+    for name in ("GENERATION", "ARRIVALS", "TAPE", "N_OPS", "BASE", "STOP", "YIELD", "PARKED", "LINE"):
+        assert getattr(team, name) == getattr(walk, name), name
+
+
+def test_kernels_are_cached_and_rebuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("EDGERT_CACHE", str(tmp_path))
+    compiler.cache_folder.cache_clear()
+    try:
+        portable = isa.select("portable")
+        done: list[tuple[int, int]] = []
+        compiler.compile_all(["angles", "walk.role=post"], portable, lambda *at: done.append(at))
+        assert done == [(1, 2), (2, 2)]
+        made = sorted(path.name.split(".")[0] for path in compiler.cache_folder(portable).iterdir())
+        assert made == ["angles", "walk"]
+    finally:
+        compiler.cache_folder.cache_clear()
+
+
+def test_kernels_need_no_interpreter(chosen: Isa):
+    """Their object code names nothing of Numba or Python: it runs without the lock, and loads without Numba."""
+    name = compiler.name_of("product", codec="q4_0", width=1, epilogue="store")
+    compiler.addresses([name, "angles"], chosen)
+    for kernel in (name, "angles"):
+        code = compiler.object_file(kernel, chosen).read_bytes()
+        assert b"numba_" not in code.partition(b"\0")[2]
+        assert b"Py_" not in code.partition(b"\0")[2]
