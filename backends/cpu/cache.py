@@ -16,7 +16,7 @@ from edgert.errors import DoesNotFitError
 class PagedCache:
     """Keys and values in float16 for `n_pages` pages.
 
-    data:   uint8 (n_pages, n_layer, 2, page_bytes): the keys, then the values of a layer, as `kernels/rope.py` says;
+    data:   uint8 (n_pages, stride): for each layer and head the keys, then the values, as `kernels/rope.py` says;
             a page of all layers is one piece, so that memory grows page by page even where the system's are large
     table:  int32 (n_seq, max_pages), the page of each PAGE positions of a sequence
     """
@@ -24,8 +24,9 @@ class PagedCache:
     def __init__(self, n_layer: int, n_head_kv: int, head_dim: int, n_seq: int, n_ctx: int, n_pages: int) -> None:
         self.max_pages = -(-n_ctx // PAGE)
         self.n_pages = n_pages
-        self.page_bytes = n_head_kv * head_dim * PAGE * 2
-        self.stride = n_layer * 2 * self.page_bytes
+        self._head_bytes = head_dim * PAGE * 2
+        self._layer_bytes = n_head_kv * 2 * self._head_bytes
+        self.stride = n_layer * self._layer_bytes
         self.data = aligned(n_pages * self.stride).reshape(n_pages, self.stride)
         self.table = np.zeros((n_seq, self.max_pages + 8), np.int32)  # kernels look a few entries ahead
         self.lengths = [0] * n_seq
@@ -96,6 +97,6 @@ class PagedCache:
         return page
 
     def addresses(self, layer: int) -> tuple[int, int]:
-        """Where the layer's keys and values of page 0 stand; other pages follow at `stride` bytes."""
-        keys = self.data.ctypes.data + layer * 2 * self.page_bytes
-        return keys, keys + self.page_bytes
+        """Where the keys and the values of the layer's first head stand in page 0; pages follow at `stride` bytes."""
+        keys = self.data.ctypes.data + layer * self._layer_bytes
+        return keys, keys + self._head_bytes

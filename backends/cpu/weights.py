@@ -16,13 +16,14 @@ from edgert.errors import UnsupportedFormatError
 from edgert.quantize.formats import check_finite
 from edgert.quantize.gguf_file import GGUFFile, Tensor
 
+ALIGNMENT = 4096
 BUFFER_BYTES = 4 << 20  # of raw rows read at a time
 
 
 def aligned(n_bytes: int) -> NDArray[np.uint8]:
-    """Zeroed bytes at a multiple of 64; pages come into being when they are touched."""
-    raw = np.zeros(n_bytes + 64, np.uint8)
-    skip = -raw.ctypes.data % 64
+    """Zeroed bytes at a multiple of the system's page; memory comes into being when it is touched."""
+    raw = np.zeros(n_bytes + ALIGNMENT, np.uint8)
+    skip = -raw.ctypes.data % ALIGNMENT
     return raw[skip : skip + n_bytes]
 
 

@@ -64,7 +64,7 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
                 for head in range(heads_kv):
                     if mine <= unit < stop:
                         out = word(a, 12) + ((i * heads + head * group) * max_chunks + chunk) * record
-                        inner = head * dim * PAGE * 2
+                        inner = head * dim * PAGE * 4
                         attend_group(
                             word(a, 0) + row * word(a, 1) + head * group * dim * 4,
                             word(a, 8) + inner,

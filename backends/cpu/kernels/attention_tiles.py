@@ -84,7 +84,7 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
             head = unit % heads_kv
             position = word(word(a, 3), row)
             pages = word(a, 5) + word(word(a, 4), row) * word(a, 6) * 4
-            inner = head * dim * PAGE * 2
+            inner = head * dim * PAGE * 4
             for tile in range(4 * group):
                 g, t = tile // 4, row + tile % 4 * 16
                 q = word(a, 0) + t * word(a, 1) + (head * group + g) * dim * 4

@@ -70,7 +70,7 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
         while unit < n_rows // together * heads_kv:  # a range could raise on a step of 0
             row = unit // heads_kv * together
             head = unit % heads_kv
-            inner = head * dim * PAGE * 2
+            inner = head * dim * PAGE * 4
             attend_tile(
                 word(a, 0) + row * word(a, 1) + head * group * dim * 4,
                 word(a, 1),

@@ -1,8 +1,8 @@
 """From the q, k, v product to the attention's inputs: bias, norm of each head, rotation, and the write to the cache.
 
-The cache of a layer is paged: a page holds PAGE positions of all key-value heads of one sequence.
-    keys    float16 (n_head_kv, head_dim, PAGE): positions side by side, a vector scores them together
-    values  float16 (n_head_kv, PAGE, head_dim)
+The cache of a layer is paged: a page holds PAGE positions of one sequence, for each key-value head
+    keys    float16 (head_dim, PAGE): positions side by side, a vector scores them together
+    values  float16 (PAGE, head_dim), right behind the keys, so that a head's part is read in one go
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def build(
             page = int32_at(word(a, 5), word(word(a, 4), token) * word(a, 6) + position // PAGE)
             place = position % PAGE
             if head < heads + heads_kv:
-                inner = (head - heads) * dim * PAGE + place
+                inner = (head - heads) * 2 * dim * PAGE + place
                 write(x, word(a, 7) + page * word(a, 9) + inner * 2, PAGE * 2)
             else:
-                inner = ((head - heads - heads_kv) * PAGE + place) * dim
+                inner = ((head - heads - heads_kv) * 2 * PAGE + place) * dim
                 write(x, word(a, 8) + page * word(a, 9) + inner * 2, 2)
 
     return rope
