@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgert.backends.base import Backend, Verdict
 from edgert.errors import EdgertError, RequestError
 from edgert.generation import Engine, Generation, Scoring
-from edgert.options import Options, Params, SamplingParams
+from edgert.options import Options, Params, SamplingParams, integer
 from edgert.reply import Progress, Reply
 from edgert.sampler import Sampler
 from edgert.stream import Stream
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_N_CTX = 4096
 Message = Mapping[str, Any]
 OnProgress = Callable[[Progress], object]
 
@@ -34,7 +35,7 @@ OnProgress = Callable[[Progress], object]
 def load(
     model: str | os.PathLike[str],
     *,
-    n_ctx: int = 4096,
+    n_ctx: int | None = None,
     n_threads: int | None = None,
     backend: str = "auto",
     sampling: Mapping[str, Any] | None = None,
@@ -45,7 +46,8 @@ def load(
     """Loads a model file.
 
     model:            a path, or a name that `edgert ls` shows
-    n_ctx:            positions that one conversation may have; 0: as many as the model was trained on
+    n_ctx:            positions that one conversation may have; 0: as many as the model was trained on;
+                      None: the same, but at most 4096
     n_threads:        None: what suits this machine
     backend:          "auto", "cpu" or "llama"
     sampling:         defaults of this model's requests, over those that the file recommends
@@ -60,12 +62,24 @@ def load(
     from edgert.template import ChatTemplate
     from edgert.tokenizer import Tokenizer
 
+    if n_ctx is not None:
+        n_ctx = integer("n_ctx", n_ctx, 0, 2**31 - 1)
     path = store.resolve(os.fspath(model))
     with GGUFFile.open(path) as file:
         tokenizer = Tokenizer.from_gguf(file)
         template = ChatTemplate.from_gguf(file, chat_template, tokenizer)
         defaults = SamplingParams.from_metadata(file.metadata)
-        n_ctx = n_ctx or file.get(f"{file.architecture}.context_length", int)
+        n_trained = file.get(f"{file.architecture}.context_length", int)
+    if n_ctx is None:
+        n_ctx = min(DEFAULT_N_CTX, n_trained)
+    elif n_ctx > n_trained:
+        logger.warning(
+            "The context of %d is longer than the %d tokens that the model was trained on: "
+            "beyond them its answers may be nonsense.",
+            n_ctx,
+            n_trained,
+        )
+    n_ctx = n_ctx or n_trained
     if sampling:
         defaults = Options.of(defaults, **sampling).sampling
     if backend in ("auto", "cpu"):  # requests at once share the memory of one context; who lacks room waits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Generator
 from functools import partial
 from queue import Empty
@@ -11,6 +12,8 @@ from typing import Self
 
 from edgert.generation import Generation
 from edgert.reply import Chunk, Progress, Reply
+
+_PATIENCE = 0.2 if sys.platform == "win32" else None  # seconds; a wait without an end hears no Ctrl+C there
 
 
 class Stream:
@@ -92,7 +95,11 @@ class Stream:
 
     def __next__(self) -> Chunk:
         while not self._ended:
-            if chunk := self._take(self._task.output.get()):
+            try:
+                item = self._task.output.get(timeout=_PATIENCE)
+            except Empty:
+                continue
+            if chunk := self._take(item):
                 return chunk
         raise StopIteration
 

@@ -140,6 +140,17 @@ def test_logits_of_a_text_longer_than_a_batch(tiny_model: Callable[..., Path]) -
         np.testing.assert_allclose(parts.logits(ids), expected, atol=2e-2)
 
 
+def test_the_length_of_the_context(tiny_model: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    path = tiny_model("llama", n_ctx=300)
+    for asked, given in ((None, 300), (0, 300), (64, 64), (400, 400)):
+        with edgert.load(path, n_ctx=asked) as model:
+            assert model.n_ctx == given
+        assert ("trained on" in caplog.text) == (asked == 400)
+    for wrong in (-1, 2**40, 1.5, "many", True):
+        with pytest.raises(EdgertError, match="n_ctx"):
+            edgert.load(path, n_ctx=wrong)  # type: ignore[arg-type]
+
+
 # Streaming and stopping
 
 
