@@ -25,10 +25,12 @@ N_OPS, BASE, STOP, YIELD = 33, 34, 35, 36
 PARKED = 48  # one cache line a thread: 1 while it sleeps outside
 LINE = 8
 
-# A thread that offers its core loses it for milliseconds where others want it, even to programs of low priority. So
-# the threads of a step offer theirs rarely: only a partner that was itself put aside keeps them waiting so long.
-SPINS = 20_000  # polls with a pause between (about a millisecond), before a waiting thread offers its core
-YIELDS = 20  # offers before an idle worker goes to sleep
+SPINS = 20_000  # polls of an idle worker (about a millisecond) before it offers its core
+YIELDS = 20  # offers before it goes to sleep
+# A thread that offers its core loses it for milliseconds where other programs run, even ones of low priority; then its
+# partners come back, wait for it, offer theirs in turn, and hardly anything gets done. So inside a step threads poll
+# on, for longer than any other program's turn takes.
+PATIENCE = 400_000
 
 
 @intrinsic
@@ -134,7 +136,7 @@ def build(isa: Isa, role: str) -> Callable[[int, int, int], None]:
                     while _load(state + 8 * ARRIVALS) < target:
                         tries += 1
                         _pause()
-                        if tries % SPINS == 0:
+                        if tries % PATIENCE == 0:
                             _call_yield(word(state, YIELD))
             if leads:
                 return
