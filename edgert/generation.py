@@ -238,7 +238,8 @@ class Engine:
         self._running: list[Task] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed = False  # no more work is taken
+        self._finished = False  # close() has been called
         self._crowded = False  # the cache was full: nobody begins until somebody has ended
         self._clock = itertools.count(1)
         n = backend.n_batch
@@ -270,7 +271,8 @@ class Engine:
     def close(self) -> None:
         """Ends all tasks with an error, the thread, and the backend; a second call does nothing."""
         with self._changed:
-            first, self._closed = not self._closed, True
+            first, self._finished = not self._finished, True
+            self._closed = True
             self._changed.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -278,25 +280,36 @@ class Engine:
             self.backend.close()
 
     def _run(self) -> None:
-        while True:
+        try:
+            while self._wait():
+                try:
+                    self.step()
+                except DoesNotFitError as error:
+                    self._give_way(error)
+                except Exception as error:
+                    logger.exception("a step failed")
+                    for task in self._running:
+                        task.fail(error)
+                self._retire()
+                if not self._running:
+                    self._send()
+        except BaseException:
+            logger.exception("the engine stopped")
+            raise
+        finally:
             with self._changed:
-                while not (self._closed or self._waiting or self._running):
-                    self._changed.wait()
-                if self._closed:
-                    break
-            try:
-                self.step()
-            except DoesNotFitError as error:
-                self._give_way(error)
-            except Exception as error:
-                logger.exception("a step failed")
-                for task in self._running:
-                    task.fail(error)
-            if not self._running:
-                self._send()
-        for task in (*self._running, *self._waiting):
-            task.fail(EdgertError("The model was closed while the request ran."))
-        self._send()
+                self._closed = True
+            for task in (*self._running, *self._waiting):
+                if not task.done:
+                    task.fail(EdgertError("The model was closed while the request ran."))
+            self._send()
+
+    def _wait(self) -> bool:
+        """Waits for work; false when there will be none."""
+        with self._changed:
+            while not (self._closed or self._waiting or self._running):
+                self._changed.wait()
+            return not self._closed
 
     def _send(self) -> None:
         """Hands out what the tasks have left: it wakes their callers."""
@@ -320,8 +333,6 @@ class Engine:
                         logger.exception("a request failed")
                     task.fail(error)
                 row += rows
-        if [task for task in self._running if task.done]:
-            self._retire()
 
     def _admit(self) -> None:
         for task in (*self._running, *self._waiting):
@@ -438,11 +449,10 @@ class Engine:
 
     def _retire(self) -> None:
         """Frees the slots of tasks that are done; what they have cached stays for the next prompt."""
-        for task in self._running:
-            if task.done:
-                self._release(task.slot)
-                self._crowded = False
-        self._running = [task for task in self._running if not task.done]
+        for task in [task for task in self._running if task.done]:
+            self._running.remove(task)
+            self._release(task.slot)
+            self._crowded = False
 
     def _release(self, slot: Slot) -> None:
         slot.task, slot.n_cached, slot.last_use = None, self._kept(slot), next(self._clock)

@@ -364,7 +364,24 @@ def test_a_failure_during_a_stream_is_not_taken_for_an_end() -> None:
         assert len(chunks) == 5
         assert {chunk.finish_reason for chunk in chunks} == {None}
         assert list(stream) == []
+        assert len(fake(model).batches) == 6
         assert len(model.generate("x", max_tokens=20).tokens) == 20
+
+
+def test_an_engine_that_breaks_says_so_to_all_and_takes_no_more_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with fake_model(n_seq_max=1, delay=0.002) as model:
+        running, queued = (model.generate(text, True, max_tokens=30) for text in ("a", "b"))
+        next(running)
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+        monkeypatch.setattr(fake(model), "length", lambda _: 1 / 0)
+        assert running.reply().finish_reason == "length"
+        with pytest.raises(EdgertError, match="closed"):
+            queued.reply()
+        with pytest.raises(EdgertError, match="closed"):
+            model.generate("c")
+    assert fake(model).closed
 
 
 def test_logits_that_are_no_numbers_end_one_request_only() -> None:
