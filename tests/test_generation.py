@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import random
 import threading
 import time
 from typing import Any
@@ -455,6 +456,54 @@ def test_four_requests_of_a_whole_context_each() -> None:
         replies = [stream.reply() for stream in streams]
         assert [reply.text for reply in replies] == alone
         assert {reply.finish_reason for reply in replies} == {"length"}
+
+
+def test_a_crowd_that_asks_cancels_and_fails_at_random() -> None:
+    rng = random.Random(0)
+    with fake_model(n_seq_max=3, n_ctx=120, n_batch=16) as model:
+        backend = bound(model, 200)
+        check = backend.before_forward
+        faults = iter(rng.random() < 0.002 for _ in iter(int, 1))
+
+        def sometimes_fail(batch: Any) -> None:
+            if next(faults):
+                raise OSError("fault")
+            assert check
+            check(batch)
+
+        backend.before_forward = sometimes_fail
+        wrong: list[str] = []
+        n_done = [0, 0, 0]
+
+        def client(seed: int) -> None:
+            rng = random.Random(seed)
+            for _ in range(40):
+                prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 90))]
+                stream = model.generate(prompt, True, max_tokens=rng.randrange(1, 40))
+                patience = rng.choice([None, None, rng.randrange(1, 10)])
+                tokens: list[int] = []
+                try:
+                    for n, chunk in enumerate(stream):
+                        tokens += chunk.tokens
+                        if n == patience:
+                            stream.cancel()
+                    n_done[chunk.finish_reason == "cancelled"] += 1
+                except OSError:
+                    n_done[2] += 1
+                for i, token in enumerate(tokens):
+                    if token != hashed(prompt + tokens[:i]):
+                        wrong.append(f"{prompt} {tokens}")
+
+        threads = [threading.Thread(target=client, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert wrong == []
+        assert sum(n_done) == 8 * 40
+        assert min(n_done) > 0
+        assert all(slot.task is None for slot in model._engine._slots)
+        assert [slot.n_cached for slot in model._engine._slots] == [len(c) for c in backend.cells.values()]
 
 
 # Progress, statistics, log probabilities
