@@ -69,14 +69,10 @@ class Emitter:
     def store(self, value: Value, address: Value, offset: int | Value = 0) -> None:
         self.b.store(value, self.at(address, offset, value.type)).align = 1
 
-    def prefetch(self, address: Value, offset: int) -> None:
-        """Asks for the cache line at address + offset, which need not exist."""
-        pointer = self.at(address, offset)
-        function = self.b.module.globals.get("llvm.prefetch.p0")
-        if function is None:
-            kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-            function = ir.Function(self.b.module, kind, "llvm.prefetch.p0")
-        self.b.call(function, [pointer, *(ir.Constant(I32, value) for value in (0, 2, 1))])
+    def prefetch(self, address: Value, offset: int, locality: int = 2) -> None:
+        """Asks for the cache line at address + offset, which need not exist; 3: the nearest cache, 2: the second."""
+        arguments = [self.at(address, offset), *(ir.Constant(I32, value) for value in (0, locality, 1))]
+        self.call("llvm.prefetch.p0", ir.VoidType(), *arguments)
 
     def add(self, *values: Value) -> Value:
         total = values[0]

@@ -14,7 +14,7 @@ from numba.core import cgutils
 from edgert.backends.cpu.layouts import PAGE
 from edgert.backends.cpu.simd import F32, I32, I64, Emitter, Value
 
-PAGES = 4  # pages between two updates of the running maximum
+PAGES = 8  # pages between two updates of the running maximum
 STEP = PAGES * PAGE
 AHEAD = 3  # pages between the one in work and the one asked for: pages of one head are far apart
 MASKED, NOTHING = -1e30, -1e20  # a masked score, and a maximum below all scores but above that
