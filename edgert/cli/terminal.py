@@ -138,7 +138,7 @@ class Terminal:
         if threading.current_thread() is threading.main_thread():
             for name in ("SIGTERM", "SIGHUP"):
                 if number := getattr(signal, name, None):
-                    self._handlers[number] = signal.signal(number, _leave)
+                    self._handlers[number] = signal.signal(number, self._die)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -149,6 +149,18 @@ class Terminal:
             self._restore()
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
+
+    def _die(self, number: int, frame: Any) -> None:
+        """Ends the program by the signal that came, the terminal in order.
+
+        An exception could be swallowed, by a finalizer or an event loop, wherever the signal happens to come.
+        """
+        try:
+            self._drain()
+        finally:
+            self._restore()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def _restore(self) -> None:
         if sys.platform == "win32" or self._saved is None:
@@ -203,7 +215,3 @@ class Terminal:
         finally:
             with contextlib.suppress(OSError, termios.error):
                 termios.tcsetattr(descriptor, termios.TCSANOW, before)
-
-
-def _leave(number: int, frame: Any) -> None:
-    raise SystemExit(128 + number)
