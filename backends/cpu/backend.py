@@ -69,6 +69,7 @@ class CpuBackend(Backend):
         n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
         packing = Packer.kernels(file, [n for n, shape in a.tensors().items() if len(shape) == 2])
         self._progress = progress
+        self._closed = False
         compiler.addresses([*TEAM_KERNELS, *sorted(packing)], self.isa, progress)
         self._team = Team(n_threads, self.isa)
         try:
@@ -147,6 +148,8 @@ class CpuBackend(Backend):
         return self._logits
 
     def _check_batch(self, batch: Batch) -> None:
+        if self._closed:
+            raise ValueError("the backend is closed")
         n = len(batch)
         if not 0 < n <= self.n_batch:
             raise ValueError(f"a batch holds 1 to {self.n_batch} tokens, not {n}")
@@ -199,11 +202,7 @@ class CpuBackend(Backend):
 
     def close(self) -> None:
         self._team.close()
-        self._check_batch = _closed  # type: ignore[method-assign]
-
-
-def _closed(_batch: Batch) -> None:
-    raise ValueError("the backend is closed")
+        self._closed = True
 
 
 def _wide_first(batch: Batch) -> tuple[NDArray[np.int64] | None, int]:

@@ -98,11 +98,11 @@ class Graph:
         has_floats = any(CODECS[matrix.codec].is_float for matrix in weights.matrices())
         self.private_stride = SPARE * most * (4 if has_floats else 1)  # words take half a byte each
         n_private = n_threads * self.private_stride
-        self.forms = {
+        self.forms: dict[str, NDArray[np.uint8]] = {
             "int8": aligned(max(rows * most, n_private)),
             "f32": aligned(max(rows * most * 4, n_private) if has_floats else 0),
             "tiles": aligned(rows * most * 2 if self.tiles else 0),
-            "none": None,
+            "none": aligned(0),
         }
         self.words = aligned(max(rows * most // 2, n_private))
         self.gated_tiles = aligned(rows * a.n_ff * 2 if self.tiles else 0)
@@ -132,8 +132,16 @@ class Graph:
     @property
     def n_bytes(self) -> int:
         """Bytes that the buffers may take."""
-        arrays = [self.x, self.qkv, self.attn, self.hidden, self.words, self.gated_tiles, self.scratch]
-        return sum(array.nbytes for array in [*arrays, *self.forms.values()] if array is not None)
+        arrays: list[NDArray[Any]] = [
+            self.x,
+            self.qkv,
+            self.attn,
+            self.hidden,
+            self.words,
+            self.gated_tiles,
+            self.scratch,
+        ]
+        return sum(array.nbytes for array in [*arrays, *self.forms.values()])
 
     def shape(self, n_wide: int, n_narrow: int, n_wanted: int) -> Shape:
         """The shape of a step with so many rows."""
@@ -386,14 +394,14 @@ class Graph:
             )
         ]
         if shape.wide:
-            kernel, out = "attention_wide", self.attn
+            kernel, out = "attention_wide", _address(self.attn)
             if self.tile_attention:
-                kernel, out = "attention_tiles", self.forms["tiles"]
+                kernel, out = "attention_tiles", _address(self.forms["tiles"])
             ops.append(
                 Op(
                     name_of(kernel, **heads),
                     [self.qkv.ctypes.data, self.qkv.strides[0], self._at(N_WIDE), *common, window,
-                     out.ctypes.data, self.scratch.ctypes.data, self.scratch_stride],
+                     out, self.scratch.ctypes.data, self.scratch_stride],
                     meet=False,
                 )
             )  # fmt: skip
