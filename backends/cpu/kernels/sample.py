@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from edgert.backends.cpu.isa import Isa
-from edgert.backends.cpu.sampling import ALL_FORBIDDEN, ARGUMENTS, BLOCK, NOT_FINITE, PLACE
+from edgert.backends.cpu.sampling import ALL_FORBIDDEN, BLOCK, NOT_FINITE, PLACE
 from edgert.backends.cpu.simd import F32, I32, I64, Emitter, Value, emitted, word
 
 _LOWEST = -(1 << 63)  # the bar that keeps all
@@ -43,14 +43,13 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
     def helper(function: Callable[..., Any]) -> Any:
         return numba.njit(error_model="numpy", forceinline=True)(named(function))
 
-    place = {name: PLACE[name] for name in ARGUMENTS}
-    LOGITS, N, SEED, TOKEN = place["logits"], place["n"], place["seed"], place["token"]
-    HISTORY, N_HISTORY, N_LAST = place["history"], place["n_history"], place["n_last"]
-    BIAS_IDS, BIAS, N_BIAS, TOP_K = place["bias_ids"], place["bias"], place["n_bias"], place["top_k"]
-    TEMPERATURE, TOP_P, LOG_MIN_P = place["temperature"], place["top_p"], place["log_min_p"]
-    REPEAT, PRESENCE, FREQUENCY = (place[f"{x}_penalty"] for x in ("repeat", "presence", "frequency"))
-    LOG_REST, PEAKS, MASSES = place["log_rest"], place["peaks"], place["masses"]
-    RANKS, COUNTS, UNDO = place["ranks"], place["counts"], place["undo"]
+    LOGITS, N, SEED, TOKEN = PLACE["logits"], PLACE["n"], PLACE["seed"], PLACE["token"]
+    HISTORY, N_HISTORY, N_LAST = PLACE["history"], PLACE["n_history"], PLACE["n_last"]
+    BIAS_IDS, BIAS, N_BIAS, TOP_K = PLACE["bias_ids"], PLACE["bias"], PLACE["n_bias"], PLACE["top_k"]
+    TEMPERATURE, TOP_P, LOG_MIN_P = PLACE["temperature"], PLACE["top_p"], PLACE["log_min_p"]
+    REPEAT, PRESENCE, FREQUENCY = (PLACE[f"{x}_penalty"] for x in ("repeat", "presence", "frequency"))
+    LOG_REST, PEAKS, MASSES = PLACE["log_rest"], PLACE["peaks"], PLACE["masses"]
+    RANKS, COUNTS, UNDO = PLACE["ranks"], PLACE["counts"], PLACE["undo"]
 
     @helper
     def key_at(logits, i):
