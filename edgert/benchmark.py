@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from edgert.backends.base import Backend, Batch, Verdict
 
 PAUSE = 0.05  # seconds between the runs of two engines
+WARM_UP_PROMPT = 512  # tokens at most
 WARM_UP_TOKENS = 4
-TRIALS = 2  # runs that decide whether llama.cpp is faster with flash attention
+TRIALS = 1  # runs that decide whether llama.cpp is faster with flash attention
 
 FILE_TYPES = {
     0: "all F32",
@@ -275,13 +276,15 @@ def measure(
     repetitions: int,
     backend: str = "cpu",
     against: str | None = None,
+    flash_attn: Sequence[str] = ("on", "off"),
     on_run: Callable[[str], object] = lambda _: None,
     **options: Any,
 ) -> Iterator[Result]:
     """Runs the tests; with `against`, one run of each engine in turn, A B A B.
 
-    against:  "llama": llama.cpp on the same file and threads, with or without flash attention as it is faster
-    on_run:   called with a text before each run
+    against:     "llama": llama.cpp on the same file and threads
+    flash_attn:  what llama.cpp may use in a comparison; with several, the faster in a trial of each test
+    on_run:      called with a text before each run
 
     Yields for each test one result, or two: the engine's own and the other's.
     """
@@ -291,7 +294,7 @@ def measure(
     try:
         if against == "llama":
             threads = engines[0].engine["n_threads"]
-            engines += [EngineProcess(path, "llama", n_ctx, threads, flash_attn=fa) for fa in ("on", "off")]
+            engines += [EngineProcess(path, "llama", n_ctx, threads, flash_attn=fa) for fa in flash_attn]
         for engine in engines:
             on_run(f"loading {path.name}")
             _ = engine.engine
@@ -319,10 +322,10 @@ def _measure(
     chosen = [engines[0]]
     if len(engines) > 1:
         trials: dict[EngineProcess, list[int]] = {engine: [] for engine in engines[1:]}
-        for _ in range(TRIALS):
+        for _ in range(TRIALS if len(trials) > 1 else 0):
             for engine, times in trials.items():
                 times.append(run(engine, "trial of flash attention"))
-        chosen.append(min(trials, key=lambda engine: min(trials[engine])))
+        chosen.append(min(trials, key=lambda engine: min(trials[engine], default=0)))
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     results = [Result(facts, test, engine.engine, test_time=now) for engine in chosen]
     for i in range(repetitions):
@@ -422,8 +425,8 @@ class Runner:
         self._random = np.random.default_rng(seed)
 
     def warm_up(self, test: Test) -> None:
-        """A whole prefill, or a few steps."""
-        self.run(Test(test.n_prompt, min(test.n_gen, WARM_UP_TOKENS), test.n_depth))
+        """A prefill, or a few steps, so that memory is mapped and threads run; also what stands before them."""
+        self.run(Test(min(test.n_prompt, WARM_UP_PROMPT), min(test.n_gen, WARM_UP_TOKENS), test.n_depth))
 
     def run(self, test: Test) -> int:
         """Nanoseconds of the test alone; what stands before it in the cache is there already."""

@@ -101,10 +101,13 @@ def test_time_is_of_the_test() -> None:
     assert 0.02e9 <= Runner(Recorder(seconds=0.001)).run(Test(0, 20)) < 0.2e9
 
 
-def test_warm_up_of_decode_is_short() -> None:
+def test_warm_up_is_short_but_fills_the_cache() -> None:
     backend = Recorder()
     Runner(backend).warm_up(Test(0, 128))
     assert len(backend.steps) == benchmark.WARM_UP_TOKENS
+    backend = Recorder(n_batch=1000)
+    Runner(backend).warm_up(Test(900, 0, n_depth=20))
+    assert backend.steps == [(0, 20, 0), (20, benchmark.WARM_UP_PROMPT, 1)]
 
 
 class FakeProcess:
@@ -169,6 +172,12 @@ def test_flash_attention_is_chosen_for_each_test(tiny_model: Callable[..., Path]
     results = list(measure(tiny_model("llama"), [Test(8, 0), Test(0, 4)], 2, 1, against="llama"))
     chosen = [(result.test.name, result.engine["flash_attn"]) for result in results[1::2]]
     assert chosen == [("pp8", "on"), ("tg4", "off")]
+
+
+def test_one_choice_of_flash_attention_needs_no_trial(tiny_model: Callable[..., Path], fakes: list[str]) -> None:
+    results = list(measure(tiny_model("llama"), [Test(8, 0)], 2, 1, against="llama", flash_attn=["off"]))
+    assert results[1].engine["flash_attn"] == "off"
+    assert [line for line in fakes if line.startswith("llama")] == ["llamaoff pp8"]
 
 
 def test_engines_are_closed_after_an_error(

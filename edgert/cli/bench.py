@@ -56,6 +56,7 @@ def command(
     repetitions: int,
     backend: str,
     against: str | None,
+    flash_attn: str,
     output: str,
 ) -> None:
     """Measures prefill (pp) and decode (tg) of MODEL in tokens per second.
@@ -69,11 +70,12 @@ def command(
     if not tests:
         raise click.UsageError("-p and -n are both 0: nothing to measure.")
     paths = [model_path(name) for name in model.split(",")] if model else [model_path(None)]
+    choices = ("on", "off") if flash_attn == "faster" else (flash_attn,)
     results: list[Result] = []
     with ProgressLine() as line:
         for path in paths:
             for n_threads in threads or (None,):
-                results += measure(path, tests, n_threads, repetitions, backend, against, on_run=line.show)
+                results += measure(path, tests, n_threads, repetitions, backend, against, choices, on_run=line.show)
     click.echo({"table": as_table, "json": as_json, "csv": as_csv}[output](results))
 
 
