@@ -22,11 +22,13 @@ from edgert.backends.cpu.graph import (
 )
 from edgert.backends.cpu.isa import select
 from edgert.backends.cpu.layouts import PAGE, WINDOW
+from edgert.backends.cpu.memory import aligned
 from edgert.backends.cpu.model_weights import pack_model
+from edgert.backends.cpu.sampling import NAMES as SAMPLING_KERNELS
 from edgert.backends.cpu.tape import Tape
 from edgert.backends.cpu.team import KERNELS as TEAM_KERNELS
 from edgert.backends.cpu.team import Team
-from edgert.backends.cpu.weights import Packer, aligned
+from edgert.backends.cpu.weights import Packer
 from edgert.devices import probe
 from edgert.errors import DoesNotFitError, UnsupportedFormatError
 from edgert.quantize.architecture import Architecture, describe
@@ -96,7 +98,7 @@ class CpuBackend(Backend):
         graph = self._graph
         shapes = [graph.shape(WINDOW, 0, 1), graph.shape(WINDOW, WINDOW, 1), graph.shape(0, WINDOW, 1)]
         shapes += [graph.shape(0, 1, 1)]
-        names = {op.kernel for shape in shapes for op in graph.ops(shape)}
+        names = {op.kernel for shape in shapes for op in graph.ops(shape)} | set(SAMPLING_KERNELS)
         compiler.addresses(sorted(names), self.isa, self._progress)
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
@@ -136,7 +138,7 @@ class CpuBackend(Backend):
     def _make_tape(self, shape: Shape) -> Tape:
         ops = self._graph.ops(shape)
         addresses = compiler.addresses([op.kernel for op in ops], self.isa, self._progress)
-        self._tapes[shape] = Tape(ops, addresses)
+        self._tapes[shape] = Tape(ops, addresses, self._graph.arena)
         return self._tapes[shape]
 
     def _room_for_logits(self, n_wanted: int) -> NDArray[np.float32]:

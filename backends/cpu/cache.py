@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgert.backends.cpu.layouts import PAGE
-from edgert.backends.cpu.weights import aligned
+from edgert.backends.cpu.memory import aligned
 from edgert.errors import DoesNotFitError
 
 

@@ -26,13 +26,15 @@ from edgert.backends.cpu.layouts import (
     tile_scratch_bytes,
     wide_attention_tokens,
 )
+from edgert.backends.cpu.memory import Arena, aligned
 from edgert.backends.cpu.model_weights import LayerWeights, ModelWeights
 from edgert.backends.cpu.tape import Op, float_bits
-from edgert.backends.cpu.weights import Matrix, aligned
+from edgert.backends.cpu.weights import Matrix
 from edgert.quantize.architecture import Architecture
 
 SPARE = 8  # rows that buffers have beyond n_batch, since products run in steps of up to so many
 WIDTHS = (1, 2, 3, 4, 6, 8)  # tokens that a product kernel may run together
+ARENA_BYTES = 8 << 20  # of buffers allocated at a time
 PRIVATE_ROWS = 4  # up to so many rows every thread prepares its own copy instead of meeting the others
 
 # Places in a step's header.
@@ -81,49 +83,44 @@ class Graph:
         self.architecture, self.weights, self.cache, self.isa, self.n_threads = a, weights, cache, isa, n_threads
         self.tiles = isa.tiles and all(not CODECS[m.codec].is_float or m.codec == "bf16" for m in weights.matrices())
         rows = n_batch + SPARE
-        self.header = np.zeros(8, np.int64)
-        self.tokens = np.zeros(rows, np.int64)
-        self.positions = np.zeros(rows, np.int64)
-        self.slots = np.zeros(rows, np.int64)
-        self.wanted = np.zeros(rows, np.int64)
+        arena = self.arena = Arena(ARENA_BYTES)
+        self.header = arena.integers(8)
+        self.tokens, self.positions, self.slots, self.wanted = (arena.integers(rows) for _ in range(4))
         self.n_qkv = -(-(a.n_head + 2 * a.n_head_kv) * a.head_dim // 32) * 32
         n_attn = a.n_head * a.head_dim
         most = max(a.n_embd, a.n_ff, n_attn)
-        self.x = self._floats(rows, a.n_embd)
-        self.qkv = self._floats(rows, self.n_qkv)
-        self.attn = self._floats(max(rows, n_threads * PRIVATE_ROWS), n_attn)
-        self.hidden = self._floats(rows, a.n_ff)
-        self.up = self._floats(rows, a.n_ff) if any(layer.gate_up is None for layer in weights.layers) else self.hidden
-        self.post = self._floats(rows, a.n_embd) if a.post_norm else self.x
         has_floats = any(CODECS[matrix.codec].is_float for matrix in weights.matrices())
         self.private_stride = SPARE * most * (4 if has_floats else 1)  # words take half a byte each
         n_private = n_threads * self.private_stride
+        self.words = arena.take(max(rows * most // 2, n_private))
+        self.x = arena.floats(rows, a.n_embd)
+        self.qkv = arena.floats(rows, self.n_qkv)
+        self.attn = arena.floats(max(rows, n_threads * PRIVATE_ROWS), n_attn)
+        self.hidden = arena.floats(rows, a.n_ff)
+        self.up = arena.floats(rows, a.n_ff) if any(not layer.gate_up for layer in weights.layers) else self.hidden
+        self.post = arena.floats(rows, a.n_embd) if a.post_norm else self.x
         self.forms: dict[str, NDArray[np.uint8]] = {
-            "int8": aligned(max(rows * most, n_private)),
-            "f32": aligned(max(rows * most * 4, n_private) if has_floats else 0),
-            "tiles": aligned(rows * most * 2 if self.tiles else 0),
-            "none": aligned(0),
+            "int8": arena.take(max(rows * most, n_private)),
+            "f32": arena.take(max(rows * most * 4, n_private) if has_floats else 0),
+            "tiles": arena.take(rows * most * 2 if self.tiles else 0),
+            "none": arena.take(0),
         }
-        self.words = aligned(max(rows * most // 2, n_private))
-        self.gated_tiles = aligned(rows * a.n_ff * 2 if self.tiles else 0)
+        self.gated_tiles = arena.take(rows * a.n_ff * 2 if self.tiles else 0)
         group = a.n_head // a.n_head_kv
         self.tile_attention = self.tiles and a.head_dim % 32 == 0
         needs = [wide_attention_tokens(isa.lanes, group) * group * partial_bytes(a.head_dim)]
         if self.tiles:
             needs += [tile_scratch_bytes(n_batch), attention_scratch_bytes(a.head_dim, group)]
         self.scratch_stride = max(needs) + 63 & ~63
-        self.scratch = aligned(n_threads * self.scratch_stride)
-        self.max_chunks = -(-cache.max_pages * 16 // CHUNK) + 1
-        self.partials = aligned(n_batch * a.n_head * self.max_chunks * partial_bytes(a.head_dim))
-        self.rope_tables: dict[tuple[float, float, int, bool], tuple[NDArray[np.float64], NDArray[np.uint8]]] = {}
+        self.scratch = arena.take(n_threads * self.scratch_stride)
+        self.rope_tables: dict[tuple[float, float, int, bool], tuple[NDArray[np.float64], NDArray[np.float32]]] = {}
         for layer in a.layers:
             if self._rope_key(layer.rope) not in self.rope_tables:
                 frequencies = np.ascontiguousarray(layer.rope.frequencies(), np.float64)
-                self.rope_tables[self._rope_key(layer.rope)] = (frequencies, aligned(rows * layer.rope.n_dims * 4))
-
-    @staticmethod
-    def _floats(rows: int, columns: int) -> NDArray[np.float32]:
-        return aligned(rows * columns * 4).view(np.float32).reshape(rows, columns)
+                self.rope_tables[self._rope_key(layer.rope)] = (frequencies, arena.floats(rows, layer.rope.n_dims))
+        # Most of it is never touched: it is for many tokens of long sequences at once.
+        self.max_chunks = -(-cache.max_pages * 16 // CHUNK) + 1
+        self.partials = aligned(n_batch * a.n_head * self.max_chunks * partial_bytes(a.head_dim))
 
     @staticmethod
     def _rope_key(rope) -> tuple[float, float, int, bool]:  # type: ignore[no-untyped-def]
@@ -132,16 +129,7 @@ class Graph:
     @property
     def n_bytes(self) -> int:
         """Bytes that the buffers may take."""
-        arrays: list[NDArray[Any]] = [
-            self.x,
-            self.qkv,
-            self.attn,
-            self.hidden,
-            self.words,
-            self.gated_tiles,
-            self.scratch,
-        ]
-        return sum(array.nbytes for array in [*arrays, *self.forms.values()])
+        return self.arena.n_bytes
 
     def shape(self, n_wide: int, n_narrow: int, n_wanted: int) -> Shape:
         """The shape of a step with so many rows."""

@@ -6,7 +6,8 @@ import struct
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-from numpy.typing import NDArray
+
+from edgert.backends.cpu.memory import Arena
 
 
 def float_bits(value: float) -> int:
@@ -24,10 +25,13 @@ class Op:
 
 
 class Tape:
-    """Ops made ready to be walked."""
+    """Ops made ready to be walked: int64 (n_ops, 3), and all arguments in one piece."""
 
-    def __init__(self, ops: list[Op], addresses: Mapping[str, int]) -> None:
-        self.ops = ops  # keeps the arguments alive
-        self.words: NDArray[np.int64] = np.array(
-            [[addresses[op.kernel], op.arguments.ctypes.data, op.meet] for op in ops], np.int64
-        )
+    def __init__(self, ops: list[Op], addresses: Mapping[str, int], arena: Arena) -> None:
+        self.ops = ops
+        for op in ops:
+            place = arena.integers(len(op.arguments))
+            place[:] = op.arguments
+            op.arguments = place
+        self.words = arena.integers(len(ops), 3)
+        self.words[:] = [[addresses[op.kernel], op.arguments.ctypes.data, op.meet] for op in ops]

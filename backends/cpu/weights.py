@@ -11,20 +11,14 @@ from numpy.typing import NDArray
 from edgert.backends.cpu import compiler
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.layouts import BLOCK, CODEC_OF, CODECS, n_panels
+from edgert.backends.cpu.memory import Arena
 from edgert.backends.cpu.team import Team
 from edgert.errors import UnsupportedFormatError
 from edgert.quantize.formats import check_finite
 from edgert.quantize.gguf_file import GGUFFile, Tensor
 
-ALIGNMENT = 4096
 BUFFER_BYTES = 4 << 20  # of raw rows read at a time
-
-
-def aligned(n_bytes: int) -> NDArray[np.uint8]:
-    """Zeroed bytes at a multiple of the system's page; memory comes into being when it is touched."""
-    raw = np.zeros(n_bytes + ALIGNMENT, np.uint8)
-    skip = -raw.ctypes.data % ALIGNMENT
-    return raw[skip : skip + n_bytes]
+CHUNK_BYTES = 32 << 20  # of packed weights allocated at a time
 
 
 @dataclass(frozen=True)
@@ -46,6 +40,7 @@ class Packer:
         self._isa = isa
         self._team = team
         self._buffer = np.empty(0, np.uint8)
+        self._arena = Arena(CHUNK_BYTES)
 
     @staticmethod
     def kernels(file: GGUFFile, names: Sequence[str]) -> set[str]:
@@ -102,7 +97,7 @@ class Packer:
         n_cols = tensors[0].n_cols
         n_rows = sum(tensor.n_rows for tensor in tensors)
         panels = n_panels(n_rows, 2 * lanes) * 2
-        data = aligned(panels * codec.panel_bytes(n_cols, lanes))
+        data = self._arena.take(panels * codec.panel_bytes(n_cols, lanes))
         first = 0
         for i, tensor in enumerate(tensors):
             if interleave:

@@ -11,7 +11,7 @@ import pytest
 from edgert.backends.cpu import compiler, isa, team
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.layouts import CODEC_OF, CODECS
-from edgert.backends.cpu.weights import aligned
+from edgert.backends.cpu.memory import aligned
 from edgert.quantize.formats import FORMATS
 
 Kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)

@@ -1,0 +1,49 @@
+"""Memory for the kernels: zeroed, aligned, and in large pieces.
+
+Systems back large pieces by large pages. That matters beyond bandwidth: streaming a model's weights empties the
+caches of page tables too, and a small buffer on a page of its own then costs more to find than to read.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+ALIGNMENT = 4096
+
+
+def aligned(n_bytes: int) -> NDArray[np.uint8]:
+    """Zeroed bytes at a multiple of the system's page; memory comes into being when it is touched."""
+    raw = np.zeros(n_bytes + ALIGNMENT, np.uint8)
+    skip = -raw.ctypes.data % ALIGNMENT
+    return raw[skip : skip + n_bytes]
+
+
+class Arena:
+    """Hands out arrays from large pieces, one beside the other; they are freed together."""
+
+    def __init__(self, piece_bytes: int) -> None:
+        self._piece_bytes = piece_bytes
+        self._piece = np.empty(0, np.uint8)
+        self._used = 0
+        self.n_bytes = 0
+
+    def take(self, n_bytes: int) -> NDArray[np.uint8]:
+        """Zeroed bytes at a multiple of 64."""
+        if self._used + n_bytes > len(self._piece):
+            self._piece = aligned(max(self._piece_bytes, n_bytes))
+            self._used = 0
+        start = self._used
+        self._used += n_bytes + 63 & ~63
+        self.n_bytes += n_bytes
+        return self._piece[start : start + n_bytes]
+
+    def floats(self, *shape: int) -> NDArray[np.float32]:
+        """Zeros, float32."""
+        return self.take(prod(shape) * 4).view(np.float32).reshape(shape)
+
+    def integers(self, *shape: int) -> NDArray[np.int64]:
+        """Zeros, int64."""
+        return self.take(prod(shape) * 8).view(np.int64).reshape(shape)
