@@ -46,6 +46,14 @@ class Numbers(click.ParamType):
 @click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, help="Runs of a test.")
 @flag("--backend", help="Which engine runs it: auto, cpu, llama.", default="auto", show_default=True)
 @click.option("--against", type=click.Choice(["llama"]), help="Run llama.cpp in turn on the same file and threads.")
+@click.option(
+    "-fa",
+    "--flash-attn",
+    type=click.Choice(["faster", "on", "off"]),
+    default="faster",
+    show_default=True,
+    help="Flash attention of llama.cpp in a comparison.",
+)
 @click.option("-o", "--output", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
 def command(
     model: str | None,
