@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.util
 import io
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +20,13 @@ import pytest
 from click.testing import CliRunner
 from numpy.typing import NDArray
 
-from edgert import benchmark
+from edgert import backends, benchmark
 from edgert.backends.base import Backend, Batch, Verdict
 from edgert.benchmark import EngineProcess, Facts, Result, Runner, Test, measure, plan
 from edgert.cli.bench import as_csv, as_table, command
 from edgert.errors import EdgertError
+from edgert.quantize.gguf_file import GGUFFile
+from edgert.tokenizer import Tokenizer
 
 needs_llama = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
@@ -299,3 +303,25 @@ def test_an_engine_that_dies_is_an_error(tiny_model: Callable[..., Path]) -> Non
         os.kill(process._process.pid, signal.SIGKILL)
         with pytest.raises(EdgertError, match="llama engine ended with signal 9"):
             process.run(Test(4, 0))
+
+
+def test_the_random_model_runs_and_has_its_shape(tmp_path: Path) -> None:
+    sys.path.insert(0, str(Path(__file__).parent / "bench"))
+    try:
+        from make_random_model import write
+    finally:
+        sys.path.pop(0)
+    path = tmp_path / "random.gguf"
+    write(path, n_layer=2, n_embd=256, n_ff=512, n_head=4, n_head_kv=2, n_vocab=512, n_ctx=64)
+    with GGUFFile.open(path) as file:
+        kinds = {tensor.format.name for tensor in file.tensors.values() if len(tensor.shape) == 2}
+        tokenizer = Tokenizer.from_gguf(file)
+        deviations = [file.tensors[f"blk.0.{name}.weight"].dequantize().std() for name in ("attn_q", "ffn_down")]
+    assert kinds == {"Q4_0"}
+    assert deviations == pytest.approx([256**-0.5, 512**-0.5], rel=0.1)
+    text = "Any text, also ümlauts: 你好"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    with contextlib.closing(backends.load(path, n_ctx=64, n_threads=1)) as backend:
+        logits = backend.forward(Batch.of(tokenizer.encode(text), 0))
+    assert np.isfinite(logits).all()
+    assert 0.1 < logits.std() < 10
