@@ -424,12 +424,13 @@ def _load_model(path: str, use_extra_bufts: bool | None) -> Any:
     return load()
 
 
-def _amx_state(model: str) -> str:
-    """What is known of llama.cpp's AMX kernels before the first load: "fine" (or not there), or "fails"."""
+def _amx_state(model: str) -> str | None:
+    """What is known of llama.cpp's AMX kernels before a load: "fine" (or not there), "fails", None: not tried yet."""
     if sys.platform != "linux" or "AMX_INT8 = 1" not in system_info():
         return "fine"
     kernels = Path(library().__file__ or "").parent / "lib" / "libggml-cpu.so"
-    return "fine" if not kernels.exists() or llama_check.amx_works(kernels, model) else "fails"
+    works = llama_check.amx_works(kernels, model) if kernels.exists() else True
+    return None if works is None else "fine" if works else "fails"
 
 
 def _validated(model: GGUFFile | str | Path) -> str:

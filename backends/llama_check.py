@@ -30,14 +30,17 @@ for extra in (False, True):
     backend = LlamaBackend(sys.argv[1], n_ctx=64, n_threads=1, use_extra_bufts=extra)
     tokens = np.arange(32) * 7919 % backend.n_vocab
     rows.append(backend.forward(Batch.of(tokens, 0, wanted="all")).astype(np.float64))
+    used = "AMX" in backend.verdict.details["buffers"]
     backend.close()
 a, b = (row - row.mean(1, keepdims=True) for row in rows)
-print("cosine", float((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum())))
+print("used" if used else "unused", float((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum())))
 """
 
 
-def amx_works(library: Path, model: str) -> bool:
+def amx_works(library: Path, model: str) -> bool | None:
     """Whether a prefill through AMX gives what the plain kernels give; found once for a build, then remembered.
+
+    None, and nothing to remember, when the model has no tensor that goes through AMX.
 
     library:  the file of llama.cpp's CPU kernels
     model:    path of a sound model to try it with
@@ -46,12 +49,15 @@ def amx_works(library: Path, model: str) -> bool:
     key = f"{library}:{facts.st_size}:{facts.st_mtime_ns}"
     known = _known()
     if key not in known:
-        known[key] = _try(model)
+        found = _try(model)
+        if found is None:
+            return None
+        known[key] = found
         _remember(known)
     return bool(known[key])
 
 
-def _try(model: str) -> bool:
+def _try(model: str) -> bool | None:
     if getattr(sys, "frozen", False):
         return False  # no interpreter to try it in
     try:
@@ -65,7 +71,7 @@ def _try(model: str) -> bool:
     works = process.returncode == 0 and len(words) == 2 and float(words[1]) > 0.9
     if not works:
         log.info("AMX kernels of llama.cpp: status %s, %s", process.returncode, process.stdout.strip())
-    return works
+    return None if works and words[0] == "unused" else works
 
 
 def _file() -> Path:

@@ -189,7 +189,12 @@ def test_interrupted_pull(environment: dict[str, str], tmp_path: Path) -> None:
     try:
         variables = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": index.simple}
         command = [sys.executable, "-m", "edgert", "pull", "pypi:my-model"]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, env={**environment, **variables}) as child:
+        with subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            env={**environment, **variables},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        ) as child:
             deadline = time.monotonic() + 20
             while not index.sent:
                 assert time.monotonic() < deadline

@@ -269,8 +269,9 @@ def test_the_module_does_not_load_the_package() -> None:
 @pytest.mark.parametrize(
     ("code", "works"),
     [
-        ("print('cosine', 0.9999)", True),
-        ("print('cosine', 0.1)", False),
+        ("print('used', 0.9999)", True),
+        ("print('used', 0.1)", False),
+        ("print('unused', 0.1)", False),
         ("import os; os.abort()", False),
         ("raise SystemExit(3)", False),
         ("import time; time.sleep(60)", False),
@@ -289,6 +290,16 @@ def test_amx_is_trusted_only_when_its_trial_succeeds(
     assert llama_check.amx_works(library, "model") is works  # remembered
     library.write_bytes(b"another build")
     assert llama_check.amx_works(library, "model") is False
+
+
+def test_a_model_that_does_not_use_amx_says_nothing_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = tmp_path / "libggml-cpu.so"
+    library.write_bytes(b"x")
+    monkeypatch.setenv("EDGERT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(llama_check, "_TRY", "print('unused', 0.9999)")
+    assert llama_check.amx_works(library, "small") is None
+    monkeypatch.setattr(llama_check, "_TRY", "import os; os.abort()")
+    assert llama_check.amx_works(library, "large") is False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="signal stacks of Linux")
