@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from typing import Any
 import platformdirs
 
 from edgert.backends.cpu.isa import Isa
+from edgert.errors import BackendUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +71,54 @@ def cache_folder(isa: Isa) -> Path:
     return Path(root) / "kernels" / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
+_spare: list[tempfile.TemporaryDirectory[str]] = []  # what this process compiled and could not keep
+
+
 def object_file(name: str, isa: Isa) -> Path:
     """Where a kernel's object code is kept, for the present sources."""
-    return cache_folder(isa) / f"{name}.{_sources(parse_name(name)[0])}.o"
+    folder, file = cache_folder(isa), f"{name}.{_sources(parse_name(name)[0])}.o"
+    if _spare and not _exists(folder / file):
+        return Path(_spare[0].name) / "kernels" / folder.name / file
+    return folder / file
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a folder on the way may not be entered
+        return False
+
+
+ROOM = 4_000_000  # bytes; many times what the kernels of a model take
+
+
+def _obstacle(folder: Path) -> str | None:
+    """Why no kernel can be kept in a folder, or None where one can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        return "its disk is full" if shutil.disk_usage(folder).free < ROOM else None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _compile_root(isa: Isa) -> Path:
+    """The cache, or where it cannot be written a folder that goes with this process."""
+    folder = cache_folder(isa)
+    if not _spare and (obstacle := _obstacle(folder)):
+        root = folder.parent.parent
+        if temporary := _obstacle(Path(tempfile.gettempdir())):
+            raise BackendUnavailableError(
+                f"Compiled kernels can be written neither to {root} ({obstacle}) nor to {tempfile.gettempdir()} "
+                f"({temporary}): set EDGERT_CACHE to a folder that can be written."
+            )
+        logger.warning(
+            "Compiled kernels cannot be kept in %s (%s), so every start compiles them again: set EDGERT_CACHE to a "
+            "folder that can be written.", root, obstacle,
+        )  # fmt: skip
+        _spare.append(tempfile.TemporaryDirectory(prefix="edgert-"))
+    return Path(_spare[0].name) if _spare else folder.parent.parent
 
 
 # Helpers that Numba's wrappers name for the case that a kernel raises. None does: they check nothing.
@@ -113,7 +160,7 @@ def addresses(names: Iterable[str], isa: Isa, progress: Progress | None = None) 
     """Addresses of kernels, compiled first where the cache lacks them (in child processes, one per core)."""
     wanted = [name for name in dict.fromkeys(names) if (name, isa) not in _addresses]
     if wanted:
-        missing = [name for name in wanted if not object_file(name, isa).exists()]
+        missing = [name for name in wanted if not _exists(object_file(name, isa))]
         if missing:
             compile_all(missing, isa, progress)
         engine = _engine()
@@ -136,6 +183,7 @@ def compile_all(names: Sequence[str], isa: Isa, progress: Progress | None = None
     Children keep Numba's memory out of this process and let each instruction set have its own code generator.
     A frozen application has no interpreter to start and compiles in its own process.
     """
+    root = _compile_root(isa)
     if getattr(sys, "frozen", False) or not sys.executable:
         for done, name in enumerate(names, 1):
             compile_one(name, isa)
@@ -145,7 +193,7 @@ def compile_all(names: Sequence[str], isa: Isa, progress: Progress | None = None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     n_workers = max(1, min(cores, len(names) // 2, 8))
     environment = {**os.environ, "NUMBA_CPU_NAME": isa.cpu, "NUMBA_CPU_FEATURES": isa.features,
-                   "EDGERT_ISA": isa.name}  # fmt: skip
+                   "EDGERT_ISA": isa.name, "EDGERT_CACHE": str(root)}  # fmt: skip
     done = 0
     workers = []
     for index in range(n_workers):

@@ -12,6 +12,7 @@ from edgert.backends.cpu import compiler, isa, team
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.layouts import CODEC_OF, CODECS
 from edgert.backends.cpu.memory import aligned
+from edgert.errors import BackendUnavailableError
 from edgert.quantize.formats import FORMATS
 
 Kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
@@ -120,6 +121,32 @@ def test_kernels_are_cached_and_rebuilt(monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert done == [(1, 2), (2, 2)]
         made = sorted(path.name.split(".")[0] for path in compiler.cache_folder(portable).iterdir())
         assert made == ["angles", "walk"]
+    finally:
+        compiler.cache_folder.cache_clear()
+
+
+def test_kernels_compile_where_the_cache_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """They serve this process alone, and a warning says why the next start compiles again."""
+    blocked = tmp_path / "file"
+    blocked.write_bytes(b"")
+    monkeypatch.setenv("EDGERT_CACHE", str(blocked))
+    monkeypatch.setattr(compiler, "_spare", [])
+    monkeypatch.setattr(compiler, "_addresses", {})
+    compiler.cache_folder.cache_clear()
+    try:
+        portable = isa.select("portable")
+        first = compiler.addresses(["angles"], portable)["angles"]
+        assert first and compiler.addresses(["angles"], portable) == {"angles": first}
+        assert [
+            record.message for record in caplog.records if "EDGERT_CACHE" in record.message and "file" in record.message
+        ]
+        assert len(caplog.records) == 1
+        monkeypatch.setattr(compiler.tempfile, "tempdir", str(blocked))
+        monkeypatch.setattr(compiler, "_spare", [])
+        with pytest.raises(BackendUnavailableError, match="set EDGERT_CACHE"):
+            compiler.addresses(["walk.role=post"], portable)
     finally:
         compiler.cache_folder.cache_clear()
 
