@@ -332,6 +332,14 @@ def test_broken_templates_are_refused(tiny_model: Callable[..., Path], source: s
     assert caught.value.field == "chat_template"
 
 
+@pytest.mark.parametrize("name", ["chatlm", "", "{"])
+def test_a_name_of_no_family_is_no_template(tiny_model: Callable[..., Path], name: str) -> None:
+    """Taken for a template it would hide every message from the model."""
+    with GGUFFile.open(tiny_model("llama")) as file, pytest.raises(RequestError, match="chatml") as caught:
+        ChatTemplate.from_gguf(file, override=name)
+    assert caught.value.field == "chat_template"
+
+
 def test_a_template_that_fails_says_why() -> None:
     with pytest.raises(RequestError, match="template fails: 'nothing' is undefined"):
         ChatTemplate("{{ nothing.at_all }}").render([USER])

@@ -70,6 +70,12 @@ class ChatTemplate:
         source, tool_source = override, None
         if override in FAMILIES:
             source = FAMILIES[override][1]
+        elif override is not None and not any(mark in override for mark in ("{{", "{%")):
+            # Jinja would take it for a template that says the same whatever the messages are.
+            raise RequestError(
+                "chat_template",
+                f"{override[:40]!r} is neither a Jinja template nor one of {', '.join(FAMILIES)}",
+            )
         elif override is None:
             source = file.get("tokenizer.chat_template", str, None)
             tool_source = file.get("tokenizer.chat_template.tool_use", str, None)
