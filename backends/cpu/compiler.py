@@ -89,6 +89,18 @@ def _exists(path: Path) -> bool:
         return False
 
 
+def _stored(name: str, isa: Isa) -> tuple[str, bytes] | None:
+    """A kernel's symbol and object code, or None where they are absent or damaged: wrong code would end the process."""
+    try:
+        digest, _, content = object_file(name, isa).read_bytes().partition(b" ")
+    except OSError:
+        return None
+    if digest != hashlib.sha256(content).hexdigest().encode():
+        return None
+    symbol, _, code = content.partition(b"\0")
+    return symbol.decode(), code
+
+
 ROOM = 4_000_000  # bytes; many times what the kernels of a model take
 
 
@@ -160,17 +172,19 @@ def addresses(names: Iterable[str], isa: Isa, progress: Progress | None = None) 
     """Addresses of kernels, compiled first where the cache lacks them (in child processes, one per core)."""
     wanted = [name for name in dict.fromkeys(names) if (name, isa) not in _addresses]
     if wanted:
-        missing = [name for name in wanted if not _exists(object_file(name, isa))]
-        if missing:
+        stored = {name: _stored(name, isa) for name in wanted}
+        if missing := [name for name in wanted if stored[name] is None]:
             compile_all(missing, isa, progress)
+            stored.update((name, _stored(name, isa)) for name in missing)
         engine = _engine()
         from llvmlite import binding
 
         symbols = {}
-        for name in wanted:
-            symbol, _, code = object_file(name, isa).read_bytes().partition(b"\0")
+        for name, found in stored.items():
+            if found is None:
+                raise BackendUnavailableError(f"{object_file(name, isa)} cannot be read: delete its folder.")
+            symbols[name], code = found
             engine.add_object_file(binding.ObjectFileRef.from_data(code))
-            symbols[name] = symbol.decode()
         engine.finalize_object()
         for name in wanted:
             _addresses[name, isa] = engine.get_function_address(symbols[name])
@@ -219,7 +233,7 @@ def compile_all(names: Sequence[str], isa: Isa, progress: Progress | None = None
 
 
 def compile_one(name: str, isa: Isa) -> None:
-    """Builds one kernel and stores its object code: symbol, a zero byte, the object file."""
+    """Builds one kernel and stores its object code: SHA-256 of what follows, symbol, a zero byte, the object file."""
     from numba import cfunc, types
 
     module, parameters = parse_name(name)
@@ -233,7 +247,8 @@ def compile_one(name: str, isa: Isa) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(handle, "wb") as out:
-        out.write(compiled.native_name.encode() + b"\0" + code)
+        content = compiled.native_name.encode() + b"\0" + code
+        out.write(hashlib.sha256(content).hexdigest().encode() + b" " + content)
     os.replace(temporary, path)
 
 

@@ -125,6 +125,24 @@ def test_kernels_are_cached_and_rebuilt(monkeypatch: pytest.MonkeyPatch, tmp_pat
         compiler.cache_folder.cache_clear()
 
 
+@pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 5000])
+def test_damaged_kernels_are_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damage: bytes):
+    """A file that a crash left without its content must not be run."""
+    monkeypatch.setenv("EDGERT_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "_addresses", {})
+    compiler.cache_folder.cache_clear()
+    try:
+        portable = isa.select("portable")
+        compiler.compile_all(["angles"], portable)
+        file = compiler.object_file("angles", portable)
+        sound = file.read_bytes()
+        file.write_bytes(damage)
+        assert compiler.addresses(["angles"], portable)["angles"]
+        assert len(file.read_bytes()) == len(sound)
+    finally:
+        compiler.cache_folder.cache_clear()
+
+
 def test_kernels_compile_where_the_cache_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
