@@ -384,7 +384,7 @@ def _load(request: dict[str, Any]) -> tuple[Backend, dict[str, Any]]:
     from edgert import backends
     from edgert.devices import probe
 
-    n_threads = request["n_threads"] or probe.default_threads()
+    n_threads = probe.check_threads(request["n_threads"] or probe.default_threads())
     backend = backends.load(
         request["path"],
         backend=request["backend"],

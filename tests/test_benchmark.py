@@ -24,6 +24,7 @@ from edgert import backends, benchmark
 from edgert.backends.base import Backend, Batch, Verdict
 from edgert.benchmark import EngineProcess, Facts, Result, Runner, Test, measure, plan
 from edgert.cli.bench import as_csv, as_table, command
+from edgert.devices import probe
 from edgert.errors import EdgertError
 from edgert.quantize.gguf_file import GGUFFile
 from edgert.tokenizer import Tokenizer
@@ -244,6 +245,13 @@ def test_facts_are_the_file_s(tiny_model: Callable[..., Path]) -> None:
     assert facts.model_type == "llama 0M Q4_0"
     assert 0 < facts.model_size < path.stat().st_size
     assert (facts.n_vocab, facts.model_filename) == (384, str(path))
+
+
+def test_threads_are_told_as_they_ran(tiny_model: Callable[..., Path]) -> None:
+    """More than the machine has are lowered, and the row says to what."""
+    arguments = ["-m", str(tiny_model("llama")), "-p", "8", "-n", "0", "-r", "1", "-t", "4096", "-o", "json"]
+    run = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert [row["n_threads"] for row in json.loads(run.stdout)] == [probe.probe().max_threads]
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("llama", marks=needs_llama)])

@@ -127,7 +127,7 @@ def screen(tmp_path: Path) -> Iterator[Screen]:
 
 
 def test_a_plain_conversation(screen: Screen) -> None:
-    assert "compiling for this processor, the first time only ████████████░░░░░░░░░░░░ 5/10 kernels" in screen.text
+    assert "compiling, the first time only ████████████░░░░░░░░░░░░ 5/10 kernels" in screen.text
     assert "smollm2 · cpu on a fake:" in screen.text.splitlines()[0]
     screen.ask("hello", "you said 'hello'")
     screen.ask("again", "you said 'again'")

@@ -149,6 +149,6 @@ def load(flags: dict[str, Any]) -> Model:
             backend=flags.pop("backend"),
             chat_template=template_text(flags.pop("chat_template")),
             progress=lambda done, of: line.show(
-                f"compiling for this processor, the first time only {bar(done / max(of, 1))} {done}/{of} kernels"
+                f"compiling, the first time only {bar(done / max(of, 1))} {done}/{of} kernels"
             ),
         )
