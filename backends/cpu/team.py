@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import sys
 import threading
 
@@ -13,7 +14,8 @@ from edgert.backends.cpu import compiler
 from edgert.backends.cpu.isa import Isa
 
 # Places in the shared state; as in `kernels/walk.py`, which cannot be imported without Numba (a test compares them).
-GENERATION, ARRIVALS, TAPE, N_OPS, BASE, STOP, YIELD, PARKED, LINE = 0, 16, 32, 33, 34, 35, 36, 48, 8
+GENERATION, ARRIVALS, TAPE, N_OPS, BASE, STOP = 0, 16, 32, 33, 34, 35
+YIELD, SYSCALL, FUTEX, PARKED, LINE = 36, 37, 38, 48, 8
 KERNELS = ("walk.role=lead", "walk.role=worker", "walk.role=post")
 
 _Kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
@@ -28,8 +30,14 @@ def _yield_address() -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
+def _futex() -> tuple[int, int]:
+    """The address of the C library's `syscall` and futex's number, by which threads sleep; zeros without."""
+    number = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
+    return (ctypes.cast(ctypes.CDLL(None).syscall, ctypes.c_void_p).value or 0, number) if number else (0, 0)
+
+
 class Team:
-    """The calling thread and n_threads - 1 workers, which spin for a moment between tapes and then sleep."""
+    """The calling thread and n_threads - 1 workers; who waits polls for a moment and then sleeps."""
 
     def __init__(self, n_threads: int, isa: Isa) -> None:
         self.n_threads = n_threads
@@ -40,6 +48,7 @@ class Team:
         self._state: NDArray[np.int64] = raw[skip:]
         self._address = self._state.ctypes.data
         self._state[YIELD] = _yield_address()
+        self._state[SYSCALL], self._state[FUTEX] = _futex()
         self._wake = [threading.Semaphore(0) for _ in range(n_threads)]
         self._threads = [
             threading.Thread(target=self._serve, args=(i,), name=f"edgert-{i}", daemon=True)

@@ -10,6 +10,7 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
+import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -20,17 +21,19 @@ from edgert.backends.cpu.simd import I32, I64, put_word, word
 
 GENERATION = 0  # how many tapes were posted
 ARRIVALS = 16  # how often threads have reached a meeting point, over all time
-TAPE = 32  # address, ops, arrivals before this tape; then whether to stop, and the address of sched_yield
-N_OPS, BASE, STOP, YIELD = 33, 34, 35, 36
-PARKED = 48  # one cache line a thread: 1 while it sleeps outside
+TAPE = 32  # address, ops, arrivals before this tape; then whether to stop, and addresses and numbers of system calls
+N_OPS, BASE, STOP, YIELD, SYSCALL, FUTEX = 33, 34, 35, 36, 37, 38
+SLEEPERS = 40  # threads that sleep in the kernel until a word above grows
+PARKED = 48  # one cache line a thread: 1 while it sleeps outside; then the tapes that it has seen
 LINE = 8
 
-SPINS = 20_000  # polls of an idle worker (about a millisecond) before it offers its core
-YIELDS = 20  # offers before it goes to sleep
-# A thread that offers its core loses it for milliseconds where other programs run, even ones of low priority; then its
-# partners come back, wait for it, offer theirs in turn, and hardly anything gets done. So inside a step threads poll
-# on, for longer than any other program's turn takes.
-PATIENCE = 400_000
+# A thread that polls for a partner which the system has put aside burns its own turn, and is put aside when the
+# partner returns: beside other programs hardly anything gets done. So it polls for about as long as an uneven
+# share of work lasts, and then sleeps until the partner wakes it, with its turn unspent.
+SPINS = 2500  # polls with a pause between, about 0.1 ms
+IDLE_SPINS = 20_000  # polls of a worker between tapes, about a millisecond
+YIELDS = 20  # offers of the core before an idle worker parks, where threads cannot sleep in the kernel
+PATIENCE = 400_000  # polls between two offers inside a tape, where threads cannot sleep in the kernel
 
 
 @intrinsic
@@ -92,6 +95,39 @@ def _pause(_context: Any) -> Any:
     return types.void(), generate
 
 
+@intrinsic
+def _call_futex(_context: Any, function: Any, number: Any, address: Any, operation: Any, value: Any) -> Any:
+    """Linux's futex through the C library's variadic `syscall`."""
+
+    def generate(context: Any, builder: Any, _s: Any, values: Any) -> Any:
+        kind = ir.FunctionType(I64, [I64], var_arg=True)
+        none = ir.Constant(I64, 0)
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), [*values[1:], none, none, none])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+WAIT, WAKE, EVERYBODY = 128, 129, 0x7FFFFFFF  # private to the process
+
+
+@numba.njit(error_model="numpy", forceinline=True)
+def _sleep(state, place, target):
+    """Sleeps until the word at `place` changes, unless it has reached the target."""
+    _add(state + 8 * SLEEPERS, 1)
+    seen = _load(state + 8 * place)
+    if seen < target:
+        _call_futex(word(state, SYSCALL), word(state, FUTEX), state + 8 * place, WAIT, seen & 0xFFFFFFFF)
+    _add(state + 8 * SLEEPERS, -1)
+
+
+@numba.njit(error_model="numpy", forceinline=True)
+def _wake(state, place):
+    """Wakes those who sleep on the word at `place`, which has just grown."""
+    if _load(state + 8 * SLEEPERS) > 0:
+        _call_futex(word(state, SYSCALL), word(state, FUTEX), state + 8 * place, WAKE, EVERYBODY)
+
+
 def build(isa: Isa, role: str) -> Callable[[int, int, int], None]:
     """Roles: "post" announces the tape that the state holds, "lead" walks it, "worker" waits for tapes until it parks.
 
@@ -101,6 +137,7 @@ def build(isa: Isa, role: str) -> Callable[[int, int, int], None]:
 
     def post(_thread, _n_threads, state):
         _add(state + 8 * GENERATION, 1)
+        _wake(state, GENERATION)
 
     if role == "post":
         return post
@@ -113,9 +150,11 @@ def build(isa: Isa, role: str) -> Callable[[int, int, int], None]:
                 tries = 0
                 while _load(state + 8 * GENERATION) == seen:
                     tries += 1
-                    if tries < SPINS:
+                    if tries < IDLE_SPINS:
                         _pause()
-                    elif tries < SPINS + YIELDS:
+                    elif word(state, SYSCALL):
+                        _sleep(state, GENERATION, seen + 1)
+                    elif tries < IDLE_SPINS + YIELDS:
                         _call_yield(word(state, YIELD))
                     else:
                         _exchange(mine, 1)
@@ -131,13 +170,17 @@ def build(isa: Isa, role: str) -> Callable[[int, int, int], None]:
                 _call(word(op, 0), thread, n_threads, word(op, 1))
                 if word(op, 2):
                     target += n_threads
-                    _add(state + 8 * ARRIVALS, 1)
+                    if _add(state + 8 * ARRIVALS, 1) + 1 == target:
+                        _wake(state, ARRIVALS)
                     tries = 0
                     while _load(state + 8 * ARRIVALS) < target:
                         tries += 1
-                        _pause()
-                        if tries % PATIENCE == 0:
-                            _call_yield(word(state, YIELD))
+                        if tries < SPINS or not word(state, SYSCALL):
+                            _pause()
+                            if tries % PATIENCE == 0:
+                                _call_yield(word(state, YIELD))
+                        else:
+                            _sleep(state, ARRIVALS, target)
             if leads:
                 return
 
