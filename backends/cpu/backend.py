@@ -70,6 +70,7 @@ class CpuBackend(Backend):
         self.capabilities = frozenset({"fork", "truncate", "batch"})
         n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
         packing = Packer.kernels(file, [n for n, shape in a.tensors().items() if len(shape) == 2])
+        _check_fit(file, a, n_cached or self.n_ctx * n_seq_max)
         self._progress = progress
         self._closed = False
         compiler.addresses([*TEAM_KERNELS, *sorted(packing)], self.isa, progress)
@@ -236,3 +237,16 @@ def _check(file: GGUFFile, a: Architecture) -> None:
         reasons.append(f"sizes {a.n_embd}, {a.n_ff}, {a.n_head * a.head_dim} that are not multiples of 32")
     if reasons:
         raise UnsupportedFormatError(f"{file.path} needs {' and '.join(reasons)}, which the cpu backend lacks.")
+
+
+def _check_fit(file: GGUFFile, a: Architecture, n_positions: int) -> None:
+    """Refuses a cache that could not be filled, before any work."""
+    per_position = a.n_layer * 2 * a.n_head_kv * a.head_dim * 2
+    needed, available = file.n_bytes + n_positions * per_position, probe.probe().memory_available
+    if needed > available:
+        most = (available - file.n_bytes) // per_position
+        remedy = f"at most -c {most} fits" if most >= WINDOW else "a smaller model, or one of fewer bits, may fit"
+        raise DoesNotFitError(
+            f"{file.path} with {n_positions} cached positions needs {needed >> 20} MiB, "
+            f"and {available >> 20} MiB are available: {remedy}."
+        )
