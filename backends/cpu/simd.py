@@ -319,7 +319,6 @@ def _identity(_builder: Any, value: Any) -> Any:
 word = _access(I64, types.int64, 1, _identity)
 int32_at = _access(I32, types.int64, 1, lambda b, value: b.sext(value, I64))
 double_at = _access(ir.DoubleType(), types.float64, 1, _identity)
-real_at = _access(F32, types.float32, 1, _identity)
 # Scalars at an address; unsigned ones come as int64.
 byte_at = _access(I8, types.int64, 0, lambda b, value: b.zext(value, I64))
 u16_at = _access(I16, types.int64, 0, lambda b, value: b.zext(value, I64))

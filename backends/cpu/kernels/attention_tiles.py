@@ -67,7 +67,7 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
     score = emitted(isa, 4, lambda e, *a: _score(e, q_tiles, *a))
     soften = emitted(isa, 8, lambda e, *a: _soften(e, v_tiles, *a))
     weigh = emitted(isa, 4, lambda e, *a: _weigh(e, v_tiles, *a))
-    finish = emitted(isa, 3, lambda e, *a: _finish(e, dim, *a))
+    finish = emitted(isa, 2, lambda e, *a: _finish(e, dim, *a))
 
     def attention(thread, n_threads, a):
         n_units = word(word(a, 2), 0) // WINDOW * heads_kv
@@ -112,7 +112,7 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
                 g, t = tile // 4, row + tile % 4 * 16
                 column = (head * group + g) * q_tiles
                 out = word(a, 11) + (t // 16 * tiles_across + column) * TILE
-                finish(queries + tile * per_query_tile + q_tiles * TILE, out, 0)
+                finish(queries + tile * per_query_tile + q_tiles * TILE, out)
             unit -= n_threads
         release()
 
@@ -248,7 +248,7 @@ def _weigh(e: Emitter, v_tiles: int, weights: Value, values: Value, results: Val
             store_tile(e, c, e.at(e.add(results, at), c * TILE))
 
 
-def _finish(e: Emitter, dim: int, results: Value, out: Value, _unused: Value) -> None:
+def _finish(e: Emitter, dim: int, results: Value, out: Value) -> None:
     """results / sums -> bf16 tiles of the output."""
     state = e.add(results, dim // 16 * TILE)
     with e.loop(0, 16) as row:
