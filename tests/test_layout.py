@@ -15,10 +15,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("edgert", "quantize", "backends", "devices")
 # distribution -> where alone it may be imported
-DOORS = {
+DOORS: dict[str, str | tuple[str, ...]] = {
     "psutil": "devices/probe.py",
-    "numba": "backends/cpu/",
-    "llvmlite": "backends/cpu/",
+    "numba": ("backends/cpu/", "quantize/jit/"),
+    "llvmlite": ("backends/cpu/", "quantize/jit/"),
     "llama_cpp": "backends/llama",
     "onnx": "backends/onnx/",
     "onnxruntime": "backends/onnx/",

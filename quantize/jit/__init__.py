@@ -1,0 +1,110 @@
+"""The one door to Numba in this package: `jit` compiles a kernel once and keeps its code in edgert's cache folder.
+
+Importing this module imports Numba (half a second), so whoever only perhaps needs a kernel imports on use.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import platformdirs
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+
+logger = logging.getLogger(__name__)
+
+_IMPORT = re.compile(r"^\s*from (edgert\.quantize[\w.]*) import (\([^)]*\)|[^\n(]*)", re.MULTILINE)
+
+
+@functools.cache
+def _sources(module: str) -> str:
+    """A hash of a module's source and of all that it imports from this package."""
+    found: dict[str, bytes] = {}
+    left = [module]
+    while left:
+        name = left.pop()
+        if name in found:
+            continue
+        path = getattr(sys.modules.get(name), "__file__", None)
+        found[name] = Path(path).read_bytes() if path and Path(path).is_file() else b""
+        for package, names in _IMPORT.findall(found[name].decode()):
+            left += [package, *(f"{package}.{part}" for part in re.findall(r"\w+", names))]
+    return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()[:16]
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels of this package are kept."""
+    return Path(os.environ.get("EDGERT_CACHE") or platformdirs.user_cache_dir("edgert")) / "quantize"
+
+
+class _Locator(_CacheLocator):
+    def __init__(self, function: Any) -> None:
+        self._module = function.__module__
+        self._py_file = function.__code__.co_filename
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> _Locator:
+        return cls(py_func)
+
+    def get_cache_path(self) -> str:
+        return str(cache_folder())
+
+    def get_source_stamp(self) -> tuple[str, str]:
+        return numba.__version__, _sources(self._module)
+
+    def get_disambiguator(self) -> str:
+        return self._module.removeprefix("edgert.quantize.")
+
+
+class _Files(CompileResultCacheImpl):
+    _locator_classes = [_Locator]  # noqa: RUF012 - Numba's name
+
+
+class _Cache(FunctionCache):
+    """Keyed by the kernel's name, the sources and the processor; a cache that cannot be used is no error."""
+
+    _impl_class = _Files
+
+    def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
+        return sig, codegen.magic_tuple()  # a closure's contents are told by its name
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:  # damaged: compile again
+            logger.debug("%s cannot be read: %s", self.cache_path, error)
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            logger.debug("%s cannot be written: %s", self.cache_path, error)
+
+
+def jit(name: str = "") -> Callable[[Callable[..., Any]], Any]:
+    """Compiles a kernel that callers enter from Python: no GIL, C's division, code kept in the cache.
+
+    name: must tell kernels apart that one closure makes, with all that the closure holds
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        if name:
+            function.__qualname__ = function.__name__ = name
+        kernel = numba.njit(nogil=True, error_model="numpy")(function)
+        kernel._cache = _Cache(function)
+        return kernel
+
+    return decorate
+
+
+# A helper that becomes part of every kernel that calls it; it is not kept by itself.
+inline = numba.njit(nogil=True, error_model="numpy", forceinline=True)

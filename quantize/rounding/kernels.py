@@ -1,0 +1,112 @@
+"""The compiled loops over units of sixteen blocks; one kernel for each format and method, compiled at first use."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from edgert.quantize.jit import inline, jit
+from edgert.quantize.jit.lanes import load, root, store, turn, vf
+from edgert.quantize.rounding import ggml, packing
+from edgert.quantize.rounding.grids import GRIDS
+
+
+@inline
+def lanes_of(staged, size, target):
+    """float32 (16, size) -> lanes."""
+    for i in range(0, size, 16):
+        turn(staged, i, size, target, 16 * i)
+
+
+@inline
+def _weigh(x, w, size, sigma2):
+    for i in range(size):
+        v = load(x, 16 * i)
+        store(w, 16 * i, load(w, 16 * i) * root(sigma2 + v * v))
+
+
+@inline
+def _mean_square(x, size):
+    total = vf(0.0)
+    for i in range(size):
+        v = load(x, 16 * i)
+        total += v * v
+    return total / vf(size)
+
+
+def method_of(name: str, method: str) -> Any:
+    """A fit of a format; Q8_0 has no weighted one."""
+    return getattr(ggml, f"{method}_{name.lower()}", None) or getattr(ggml, f"plain_{name.lower()}")
+
+
+@functools.cache
+def quantizer(name: str, method: str) -> Any:
+    """The kernel (values, importance, sigma2, out, n_blocks, row_blocks, first, last) of a format.
+
+    method:      plain or weighted
+    values:      float32 (n_blocks * block_size,)
+    importance:  float32 (row_blocks * block_size,); not read by plain
+    sigma2:      float32 (rows,), the mean squares of the rows, where the format's weights need them
+    out:         uint8 (n_blocks * type_size,)
+    first, last: the units of sixteen blocks to do
+    """
+    grid = GRIDS[name]
+    fit, pack = method_of(name, method), getattr(packing, name.lower())
+    size, type_size, n_sub = grid.block_size, grid.format.type_size, grid.n_sub
+    weighted = method != "plain"
+    spread, times = grid.spread or ("", 0)
+
+    @jit(f"{method}.{name}")
+    def kernel(values, importance, sigma2, out, n_blocks, row_blocks, first, last):
+        staged, packed = np.zeros(16 * size, np.float32), np.empty(16 * type_size, np.uint8)
+        x, w = np.empty(16 * size, np.float32), np.zeros(16 * size, np.float32)
+        d, m, ls, lm = np.empty(16, np.float32), np.empty(16, np.float32), np.empty(16 * n_sub, np.int32), np.empty(
+            16 * n_sub, np.int32)  # fmt: skip
+        codes, scratch = np.empty(16 * size, np.int8), np.empty(16 * 48, np.float32)
+        for unit in range(first, last):
+            block = 16 * unit
+            n = min(16, n_blocks - block)
+            if weighted:
+                for k in range(n):
+                    column = (block + k) % row_blocks * size
+                    staged[k * size : k * size + size] = importance[column : column + size]
+                    if spread == "row":
+                        scratch[k] = sigma2[(block + k) // row_blocks]
+                lanes_of(staged, size, w)
+            staged[: n * size] = values[block * size : (block + n) * size]
+            staged[n * size :] = np.float32(0)
+            lanes_of(staged, size, x)
+            if weighted and spread == "row":
+                _weigh(x, w, size, load(scratch, 0))
+            elif weighted and spread == "block":
+                _weigh(x, w, size, vf(times) * _mean_square(x, size))
+            fit(x, w, d, m, ls, lm, codes, scratch)
+            pack(codes, d, m, ls, lm, packed, 0, type_size)
+            out[block * type_size : (block + n) * type_size] = packed[: n * type_size]
+
+    return kernel
+
+
+@jit("mean_squares")
+def mean_squares(values, out):
+    """float32 (rows, n_cols) -> the mean square of each row, summed in order, eight rows at a time."""
+    rows, n_cols = values.shape
+    for row in range(0, rows, 8):
+        r0, r1, r2, r3, r4, r5, r6, r7 = (min(row, rows - 1), min(row + 1, rows - 1), min(row + 2, rows - 1),
+            min(row + 3, rows - 1), min(row + 4, rows - 1), min(row + 5, rows - 1), min(row + 6, rows - 1),
+            min(row + 7, rows - 1))  # fmt: skip
+        s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = np.float32(0)
+        for i in range(n_cols):
+            s0 += values[r0, i] * values[r0, i]
+            s1 += values[r1, i] * values[r1, i]
+            s2 += values[r2, i] * values[r2, i]
+            s3 += values[r3, i] * values[r3, i]
+            s4 += values[r4, i] * values[r4, i]
+            s5 += values[r5, i] * values[r5, i]
+            s6 += values[r6, i] * values[r6, i]
+            s7 += values[r7, i] * values[r7, i]
+        sums = (s0, s1, s2, s3, s4, s5, s6, s7)
+        for k in range(min(8, rows - row)):
+            out[row + k] = sums[k] / np.float32(n_cols)
