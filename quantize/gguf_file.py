@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,59 +118,29 @@ class Metadata(Mapping[str, Any]):
         return len(value) if isinstance(value, Strings | np.ndarray) else None
 
 
-class GGUFFile:
-    """An open model. Use it in a `with`, or call close().
+class HasValues(Protocol):
+    """What describe() asks of a tensor."""
 
-    paths:    every shard, in order; one path for a model in one file
-    tensors:  by name, in the files' order
-    n_bytes:  size of all shards
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def dequantize(self) -> NDArray[np.float32]: ...
+
+
+AnyTensor = TypeVar("AnyTensor", bound=HasValues)
+
+
+class Model(Generic[AnyTensor]):
+    """Metadata and tensors, wherever they come from; every access names what is missing or wrong.
+
+    path:     what messages call it
+    tensors:  by name
     """
 
-    def __init__(self, shards: list[Shard]) -> None:
-        self._shards = shards
-        self.path = shards[0].path
-        self.paths = tuple(shard.path for shard in shards)
-        self.version = shards[0].version
-        self.n_bytes = sum(shard.n_bytes for shard in shards)
-        self.metadata = Metadata(shards[0].metadata)
-        self.tensors: dict[str, Tensor] = {}
-        for shard in shards:
-            for info in shard.tensors:
-                if info.name in self.tensors:
-                    raise ModelFileError(
-                        f"The tensor {info.name!r} is both in {self.tensors[info.name].path} and in "
-                        f"{shard.path}: the parts do not belong together; download them again."
-                    )
-                self.tensors[info.name] = Tensor(info.name, info.shape, info.format, info.offset, info.n_bytes, shard)
-
-    @classmethod
-    def open(cls, path: str | Path) -> GGUFFile:
-        """Opens a model by its file, or by any of its shards, and checks everything but the weights' values.
-
-        Raises: ModelFileError for a file that is not sound GGUF (it says what it is); UnsupportedFormatError.
-        """
-        first = Shard(Path(path))
-        shards = [first]
-        try:
-            shards = _open_siblings(first)
-            return cls(shards)
-        except BaseException:
-            for shard in [first, *shards]:
-                shard.close()
-            raise
-
-    def close(self) -> None:
-        """Closes the files; arrays that look into them stay valid."""
-        for shard in self._shards:
-            shard.close()
-
-    def __enter__(self) -> GGUFFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    path: Path
+    metadata: Metadata
+    tensors: Mapping[str, AnyTensor]
 
     @property
     def architecture(self) -> str:
@@ -200,7 +170,7 @@ class GGUFFile:
             raise ModelFileError(f"{self.path}: the metadata key {key!r} is {value}; convert the model anew.")
         return value
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> AnyTensor:
         """The tensor of that name. Raises: ModelFileError that names it when it is missing."""
         try:
             return self.tensors[name]
@@ -209,6 +179,67 @@ class GGUFFile:
                 f"{self.path} lacks the tensor {name!r}, which {self.architecture} needs: "
                 "the model was converted wrongly or is of a variant that edgert does not know."
             ) from None
+
+
+class GGUFFile(Model[Tensor]):
+    """An open model. Use it in a `with`, or call close().
+
+    paths:    every shard, in order; one path for a model in one file
+    tensors:  by name, in the files' order
+    n_bytes:  size of all shards
+    """
+
+    tensors: dict[str, Tensor]
+
+    def __init__(self, shards: list[Shard]) -> None:
+        self._shards = shards
+        self.path = shards[0].path
+        self.paths = tuple(shard.path for shard in shards)
+        self.version = shards[0].version
+        self.n_bytes = sum(shard.n_bytes for shard in shards)
+        self.metadata = Metadata(shards[0].metadata)
+        self.tensors = {}
+        for shard in shards:
+            for info in shard.tensors:
+                if info.name in self.tensors:
+                    raise ModelFileError(
+                        f"The tensor {info.name!r} is both in {self.tensors[info.name].path} and in "
+                        f"{shard.path}: the parts do not belong together; download them again."
+                    )
+                self.tensors[info.name] = Tensor(info.name, info.shape, info.format, info.offset, info.n_bytes, shard)
+
+    @classmethod
+    def open(cls, path: str | Path) -> GGUFFile:
+        """Opens a model by its file, or by any of its shards, and checks everything but the weights' values.
+
+        Raises: ModelFileError for a file that is not sound GGUF (it says what it is); UnsupportedFormatError.
+        """
+        first = Shard(Path(path))
+        shards = [first]
+        try:
+            shards = _open_siblings(first)
+            return cls(shards)
+        except BaseException:
+            for shard in [first, *shards]:
+                shard.close()
+            raise
+
+    def raw_value(self, key: str) -> tuple[int, bytes]:
+        """GGUF's type id of the key's value, and its bytes as they stand in the file."""
+        return self._shards[0].raw_value(key)
+
+    def close(self) -> None:
+        """Closes the files; arrays that look into them stay valid."""
+        for shard in self._shards:
+            shard.close()
+
+    def __enter__(self) -> GGUFFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 _KINDS: dict[type, str] = {

@@ -98,6 +98,7 @@ class Shard:
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.tensors: list[TensorInfo] = []
+        self._spans: dict[str, tuple[int, int, int]] = {}  # type id, begin and end of each value
         self._fd, self.n_bytes = _open(path)
         try:
             self._map = _map(path, self._fd, self.n_bytes)
@@ -139,6 +140,11 @@ class Shard:
             if n == 0:
                 raise ModelFileError(f"{self.path} became shorter while it was read: load it again.")
             done += n
+
+    def raw_value(self, key: str) -> tuple[int, bytes]:
+        """GGUF's type id of the key's value, and its bytes."""
+        kind, begin, end = self._spans[key]
+        return kind, self._map[begin:end]
 
     # Reading: every method below moves self._position, and all go through _take.
 
@@ -215,7 +221,10 @@ class Shard:
             key = self._name(f"metadata key {index + 1} of {n_keys}")
             if key in self.metadata:
                 raise self._damaged(f"the metadata key {key!r} occurs twice")
-            self.metadata[key] = self._value(key, self._u32(f"the type of {key!r}"))
+            kind = self._u32(f"the type of {key!r}")
+            begin = self._position
+            self.metadata[key] = self._value(key, kind)
+            self._spans[key] = (kind, begin, self._position)
         alignment = self._alignment()
         entries = [self._tensor(index, n_tensors) for index in range(n_tensors)]
         names = {entry.name for entry in entries}

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgert.errors import UnsupportedFormatError
 from edgert.quantize.architecture.base import Architecture, Layer, Rope
 
 if TYPE_CHECKING:
-    from edgert.quantize.gguf_file import GGUFFile
+    from edgert.quantize.gguf_file import Model
 
 __all__ = ["FAMILIES", "Architecture", "Layer", "Rope", "describe"]
 
 FAMILIES = ("gemma3", "llama", "qwen2", "qwen3")
 
 
-def describe(file: GGUFFile) -> Architecture:
+def describe(file: Model[Any]) -> Architecture:
     """What the file's model computes, with every size and needed tensor checked.
 
     Raises: UnsupportedFormatError for a family or a part of it that edgert does not know; ModelFileError for

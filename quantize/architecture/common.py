@@ -11,7 +11,7 @@ import numpy as np
 
 from edgert.errors import ModelFileError, UnsupportedFormatError
 from edgert.quantize.architecture.base import LAYER_TENSORS, Architecture, Layer, Rope
-from edgert.quantize.gguf_file import GGUFFile
+from edgert.quantize.gguf_file import Model
 
 log = logging.getLogger("edgert")
 
@@ -39,7 +39,7 @@ UNSUPPORTED_TENSORS = (
 class Keys:
     """Reads `<family>.<key>` and refuses what cannot be right; each message names the key."""
 
-    def __init__(self, file: GGUFFile) -> None:
+    def __init__(self, file: Model[Any]) -> None:
         self.file = file
         self.family = file.architecture
 
@@ -79,12 +79,12 @@ class Keys:
         return ModelFileError(f"{self.file.path}: {self.name(key)} {problem}; convert the model anew.")
 
 
-def warn_default(file: GGUFFile, key: str, value: object) -> None:
+def warn_default(file: Model[Any], key: str, value: object) -> None:
     log.warning("%s lacks the key %s: edgert takes %s", file.path, key, value)
 
 
 def describe(
-    file: GGUFFile,
+    file: Model[Any],
     *,
     rope_style: Literal["norm", "neox"],
     rope_base: float = 10_000.0,
@@ -191,7 +191,7 @@ def _rope(keys: Keys, style: Literal["norm", "neox"], default_base: float, n_dim
     return Rope(n_dims, base, style, scale, _rope_factors(keys.file, n_dims))
 
 
-def _rope_factors(file: GGUFFile, n_dims: int) -> np.ndarray | None:
+def _rope_factors(file: Model[Any], n_dims: int) -> np.ndarray | None:
     if "rope_freqs.weight" not in file.tensors:
         return None
     tensor = file.tensors["rope_freqs.weight"]
@@ -203,7 +203,7 @@ def _rope_factors(file: GGUFFile, n_dims: int) -> np.ndarray | None:
     return factors
 
 
-def _check_tensors(file: GGUFFile, architecture: Architecture) -> None:
+def _check_tensors(file: Model[Any], architecture: Architecture) -> None:
     """Needed tensors are there, in their shapes; surplus ones that would change the result are refused."""
     needed = architecture.tensors()
     for name, shape in needed.items():
@@ -225,14 +225,14 @@ def _check_tensors(file: GGUFFile, architecture: Architecture) -> None:
         log.warning("%s: %d tensors are not used: %s", file.path, len(extra), shown)
 
 
-def _wrong_shape(file: GGUFFile, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> ModelFileError:
+def _wrong_shape(file: Model[Any], name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> ModelFileError:
     return ModelFileError(
         f"{file.path}: the tensor {name!r} has the shape {found} and should have {expected} by the metadata; "
         "convert the model anew."
     )
 
 
-def _check_token_ids(file: GGUFFile, n_vocab: int) -> None:
+def _check_token_ids(file: Model[Any], n_vocab: int) -> None:
     """Special token ids lie within the vocabulary."""
     for key in file.metadata:
         if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):

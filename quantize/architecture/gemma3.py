@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from edgert.quantize.architecture import common
 from edgert.quantize.architecture.base import Architecture, Layer, Rope
-from edgert.quantize.gguf_file import GGUFFile
+from edgert.quantize.gguf_file import Model
 
 PATTERN = 6  # of so many layers the last one sees the whole text
 LOCAL_ROPE_BASE = 10_000.0
@@ -20,7 +21,7 @@ WINDOWS = {
 }  # published sizes, by n_layer, for files without the key
 
 
-def describe(file: GGUFFile) -> Architecture:
+def describe(file: Model[Any]) -> Architecture:
     """The common description with gemma's norms; layers alternate between a window and the whole text.
 
     Source: llama.cpp's src/models/gemma3.cpp; Gemma 3 technical report, arXiv 2503.19786.

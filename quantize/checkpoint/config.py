@@ -1,0 +1,76 @@
+"""The small JSON files beside the weights, read so that each complaint names the file and the key."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from edgert.errors import ModelFileError
+
+_MAX_BYTES = 1 << 28  # tokenizer.json, the largest of them, has some ten megabytes
+_REQUIRED: Any = object()
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """The object in the file, {} when there is no such file.
+
+    Raises: ModelFileError when it is no JSON object.
+    """
+    try:
+        if not path.exists():
+            return {}
+        if path.stat().st_size > _MAX_BYTES:
+            raise ModelFileError(f"{path} has {path.stat().st_size:,} bytes, too many for a file of its kind.")
+        value = json.loads(path.read_text("utf-8-sig"))
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except (ValueError, RecursionError):
+        raise ModelFileError(f"{path} is not JSON: download it again.") from None
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path} should hold a JSON object: download it again.")
+    return value
+
+
+class Config:
+    """config.json's values by key; `text_config`, where there is one, comes first."""
+
+    def __init__(self, path: Path, defaults: dict[str, Any] | None = None) -> None:
+        self.path = path
+        if not path.is_file():
+            raise ModelFileError(
+                f"{path.parent} has no config.json: a folder in Hugging Face's format has one beside its weights."
+            )
+        outer = load_json(path)
+        inner = outer.get("text_config")
+        self.values = {**outer, **inner} if isinstance(inner, dict) else outer
+        self.defaults: dict[str, Any] = defaults or {}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, the family's default, or `default`; null counts as absent."""
+        value = self.values.get(key)
+        if value is None:
+            value = self.defaults.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, default: Any = _REQUIRED, least: int = 1) -> int:
+        value = self._needed(key, default)
+        if type(value) is not int or not least <= value < 1 << 31:
+            raise self.error(key, value, f"an integer of {least} or more")
+        return value
+
+    def number(self, key: str, default: Any = _REQUIRED) -> float:
+        value = self._needed(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+            raise self.error(key, value, "a positive number")
+        return float(value)
+
+    def _needed(self, key: str, default: Any) -> Any:
+        value = self.get(key, default)
+        if value is _REQUIRED:
+            raise ModelFileError(f"{self.path} lacks {key!r}.")
+        return value
+
+    def error(self, key: str, value: Any, wanted: str) -> ModelFileError:
+        return ModelFileError(f"{self.path}: {key!r} is {value!r} and should be {wanted}.")

@@ -1,0 +1,215 @@
+"""Sizes and facts of config.json as GGUF keys."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgert.errors import UnsupportedFormatError
+from edgert.quantize.checkpoint.config import Config, load_json
+from edgert.quantize.checkpoint.families import Family
+from edgert.quantize.checkpoint.rope import RopeScaling, read_rope
+from edgert.quantize.gguf_value import Kind, Value
+
+_GEMMA3_PERIOD = 6  # every so many layers one sees the whole text
+_SIZES = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
+# generation_config.json -> general.sampling.*
+_SAMPLING = {
+    "top_k": ("top_k", Kind.I32),
+    "top_p": ("top_p", Kind.F32),
+    "min_p": ("min_p", Kind.F32),
+    "temperature": ("temp", Kind.F32),
+    "repetition_penalty": ("penalty_repeat", Kind.F32),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Names are GGUF's; head_dim is the length of a head."""
+
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_vocab: int
+
+    def shape(self, described: str) -> tuple[int, ...]:
+        """The shape that a row of LAYER_TENSORS describes."""
+        sizes = {
+            "embd": self.n_embd,
+            "q": self.n_head * self.head_dim,
+            "kv": self.n_head_kv * self.head_dim,
+            "head": self.head_dim,
+            "ff": self.n_ff,
+        }
+        return tuple(sizes[part] for part in described.split())
+
+
+def read_sizes(config: Config, family: Family, n_vocab: int) -> Sizes:
+    """Raises: ModelFileError that names the key of config.json."""
+    n_embd = config.integer("hidden_size")
+    n_head = config.integer("num_attention_heads")
+    n_head_kv = config.integer("num_key_value_heads", n_head)
+    if n_head % n_head_kv:
+        raise config.error("num_key_value_heads", n_head_kv, f"a divisor of num_attention_heads = {n_head}")
+    if config.get("head_dim") is None and family.head_size is None and n_embd % n_head:
+        raise config.error("num_attention_heads", n_head, f"a divisor of hidden_size = {n_embd}")
+    head_dim = config.integer("head_dim", family.head_size or n_embd // n_head)
+    if head_dim % 2:
+        raise config.error("head_dim", head_dim, "even")
+    return Sizes(
+        n_layer=config.integer("num_hidden_layers"),
+        n_embd=n_embd,
+        n_ff=config.integer("intermediate_size"),
+        n_head=n_head,
+        n_head_kv=n_head_kv,
+        head_dim=head_dim,
+        n_vocab=n_vocab,
+    )
+
+
+def architecture_keys(
+    config: Config, family: Family, sizes: Sizes, notices: list[str]
+) -> tuple[dict[str, Value], RopeScaling]:
+    """`<family>.*` in llama.cpp's order and types.
+
+    Raises: UnsupportedFormatError for what GGUF has no key for and would change the answers.
+    """
+    _refuse_variants(config, family)
+    rope = read_rope(config, sizes.head_dim, family.llama3_rope)
+    if rope.notice:
+        notices.append(rope.notice)
+    keys = {
+        "block_count": Value.u32(sizes.n_layer),
+        "context_length": Value.u32(config.integer("max_position_embeddings")),
+        "embedding_length": Value.u32(sizes.n_embd),
+        "feed_forward_length": Value.u32(sizes.n_ff),
+        "attention.head_count": Value.u32(sizes.n_head),
+        "attention.head_count_kv": Value.u32(sizes.n_head_kv),
+        **rope.keys,
+        "attention.layer_norm_rms_epsilon": Value.f32(config.number("rms_norm_eps", 1e-6)),
+    }
+    if config.get("head_dim") is not None or family.head_size is not None:
+        keys["attention.key_length"] = Value.u32(sizes.head_dim)
+        keys["attention.value_length"] = Value.u32(sizes.head_dim)
+    if family.llama_keys:
+        keys["vocab_size"] = Value.u32(sizes.n_vocab)
+        keys["rope.dimension_count"] = Value.u32(sizes.head_dim)
+    if family.name == "gemma3":
+        keys |= _gemma3_keys(config, sizes)
+    elif config.get("sliding_window") is not None and config.get("use_sliding_window", family.name == "llama"):
+        notices.append(
+            f"attention sees the whole text: GGUF's {family.name} has no key for the sliding window of "
+            f"{config.get('sliding_window')} tokens in config.json, so longer texts give other answers"
+        )
+    return {f"{family.name}.{key}": value for key, value in keys.items()}, rope
+
+
+def _refuse_variants(config: Config, family: Family) -> None:
+    activation = config.get("hidden_activation", config.get("hidden_act", family.activations[0]))
+    if activation not in family.activations:
+        raise UnsupportedFormatError(
+            f"{config.path}: the activation is {activation!r}; edgert converts {family.name} with "
+            f"{' or '.join(family.activations)}."
+        )
+    quantization = config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise UnsupportedFormatError(
+            f"{config.path} describes weights that are quantized already ({method or 'quantization_config'}): "
+            "take the float original."
+        )
+    if config.get("attn_logit_softcapping") is not None:
+        raise UnsupportedFormatError(f"{config.path}: edgert does not convert attn_logit_softcapping of {family.name}.")
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedFormatError(f"{config.path}: a model whose attention looks ahead writes no text.")
+
+
+def _gemma3_keys(config: Config, sizes: Sizes) -> dict[str, Value]:
+    keys: dict[str, Value] = {}
+    # llama.cpp and edgert take the scale from the sizes; the 27B model is known by its 62 layers
+    expected = sizes.n_embd // sizes.n_head if sizes.n_layer == 62 else sizes.head_dim
+    scalar = config.number("query_pre_attn_scalar", 256)
+    if scalar != expected:
+        raise UnsupportedFormatError(
+            f"{config.path}: query_pre_attn_scalar is {scalar:g}; GGUF's gemma3 takes {expected} for it."
+        )
+    if config.get("final_logit_softcapping") is not None:
+        keys["final_logit_softcapping"] = Value.f32(config.number("final_logit_softcapping"))
+    flags = _windows(config, sizes.n_layer)
+    keys["attention.sliding_window"] = Value.u32(config.integer("sliding_window", 4096) if any(flags) else 0)
+    if any(flags) and flags != [(i + 1) % _GEMMA3_PERIOD != 0 for i in range(sizes.n_layer)]:
+        keys["attention.sliding_window_pattern"] = Value.bools(flags)
+    return keys
+
+
+def _windows(config: Config, n_layer: int) -> list[bool]:
+    """Which layers see a window only."""
+    types = config.get("layer_types")
+    if types is None:
+        period = config.integer("sliding_window_pattern", config.get("_sliding_window_pattern", _GEMMA3_PERIOD))
+        return [(i + 1) % period != 0 for i in range(n_layer)]
+    if not isinstance(types, list) or len(types) != n_layer or set(types) - {"sliding_attention", "full_attention"}:
+        raise config.error("layer_types", types, f"{n_layer} times sliding_attention or full_attention")
+    return [kind == "sliding_attention" for kind in types]
+
+
+def general_keys(folder: Path, config: Config, family: Family, n_parameters: int) -> dict[str, Value]:
+    """`general.*`, but for what says how the weights are stored."""
+    keys = {
+        "general.architecture": Value.string(family.name),
+        "general.type": Value.string("model"),
+        "general.name": Value.string(_name(folder, config)),
+        "general.size_label": Value.string(_size_label(n_parameters)),
+    }
+    if license := _license(folder):
+        keys["general.license"] = Value.string(license)
+    return keys | _sampling(load_json(folder / "generation_config.json"))
+
+
+def _name(folder: Path, config: Config) -> str:
+    """What the checkpoint calls itself, unless that is a path on someone's disk; else the folder's name."""
+    name = config.get("_name_or_path")
+    if isinstance(name, str) and name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return name.rpartition("/")[2] or folder.resolve().name
+    return folder.resolve().name
+
+
+def _size_label(n_parameters: int) -> str:
+    """17304832 -> "17M", 1100048384 -> "1.1B": two digits at least."""
+    for unit, letter in _SIZES:
+        if n_parameters >= 0.999 * unit:
+            scaled = n_parameters / unit
+            return f"{scaled:.1f}{letter}" if scaled < 9.95 else f"{scaled:.0f}{letter}"
+    return str(n_parameters)
+
+
+def _license(folder: Path) -> str:
+    """The line `license: ...` of the model card's head, if there is a card and it has one."""
+    try:
+        with (folder / "README.md").open(encoding="utf-8", errors="replace") as card:
+            if card.readline().strip() != "---":
+                return ""
+            for _, line in zip(range(200), card, strict=False):
+                key, _, value = line.partition(":")
+                if key == "license":
+                    return value.strip().strip("\"'")
+                if line.strip() == "---":
+                    return ""
+    except OSError:
+        pass
+    return ""
+
+
+def _sampling(generation: dict[str, Any]) -> dict[str, Value]:
+    keys = {}
+    for field, (key, kind) in _SAMPLING.items():
+        value: Any = generation.get(field)
+        wanted = (int,) if kind == Kind.I32 else (int, float)
+        if type(value) in wanted and math.isfinite(value) and 0 <= value < 1 << 31:
+            keys[f"general.sampling.{key}"] = Value.number(kind, value)
+    return keys

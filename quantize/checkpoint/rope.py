@@ -1,0 +1,133 @@
+"""Rotary scaling of a checkpoint as GGUF stores it: keys of the metadata, or factors of the frequencies.
+
+Source: transformers' modeling_rope_utils.py (meaning of config.json's fields), llama.cpp's keys.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.errors import ModelFileError, UnsupportedFormatError
+from edgert.quantize.checkpoint.config import Config
+from edgert.quantize.gguf_value import Value
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """What GGUF says of rotation.
+
+    keys:     `<family>.` is to be put before each
+    factors:  float32 (head_dim / 2,), the tensor rope_freqs.weight, or None
+    notice:   a sentence for the user, or ""
+    """
+
+    keys: dict[str, Value]
+    factors: NDArray[np.float32] | None = None
+    notice: str = ""
+
+
+def read_rope(config: Config, head_dim: int, allow_llama3: bool) -> RopeScaling:
+    """Reads both spellings: rope_theta and rope_scaling, or rope_parameters.
+
+    Raises: UnsupportedFormatError for kinds that GGUF or the family's runtime has no keys for.
+    """
+    fields, local = _fields(config)
+    base = _number(config, fields, "rope_theta", config.number("rope_theta", 10_000.0))
+    keys = {"rope.freq_base": Value.f32(base)}
+    if local is not None:
+        keys["rope.freq_base_swa"] = Value.f32(_number(config, local, "rope_theta", 10_000.0))
+        if _kind(local) != "default":
+            raise UnsupportedFormatError(
+                f"{config.path} scales the rotation of sliding windows, which GGUF cannot say."
+            )
+    if config.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise UnsupportedFormatError(f"{config.path} rotates a part of each head (partial_rotary_factor).")
+    kind = _kind(fields)
+    if kind == "default":
+        return RopeScaling(keys)
+    factor = _number(config, fields, "factor")
+    if kind == "linear":
+        return RopeScaling(
+            keys | {"rope.scaling.type": Value.string("linear"), "rope.scaling.factor": Value.f32(factor)}
+        )
+    if kind == "llama3" and allow_llama3:
+        return RopeScaling(keys, _llama3(config, fields, base, factor, head_dim))
+    if kind == "yarn":
+        return RopeScaling(
+            keys | _yarn(config, fields, factor),
+            notice="the context is stretched by yarn, which llama.cpp runs and edgert does not run yet",
+        )
+    raise UnsupportedFormatError(
+        f"{config.path} scales its rotation by {kind!r}; edgert converts linear, yarn and (llama only) llama3."
+    )
+
+
+def _fields(config: Config) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The fields for layers that see the whole text, and those for layers with a window where they differ."""
+    fields = config.get("rope_parameters", config.get("rope_scaling", {}))
+    if not isinstance(fields, dict):
+        raise config.error("rope_scaling", fields, "an object")
+    if "full_attention" in fields:
+        local = fields.get("sliding_attention")
+        return _object(config, fields["full_attention"]), None if local is None else _object(config, local)
+    base = config.get("rope_local_base_freq")
+    return fields, None if base is None else {"rope_theta": base}
+
+
+def _object(config: Config, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise config.error("rope_parameters", value, "an object of objects")
+    return value
+
+
+def _kind(fields: dict[str, Any]) -> str:
+    return str(fields.get("rope_type") or fields.get("type") or "default")
+
+
+def _number(config: Config, fields: dict[str, Any], key: str, default: Any = None) -> float:
+    value = fields.get(key)
+    value = default if value is None else value
+    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        raise ModelFileError(
+            f"{config.path}: {key!r} of the rope scaling is {value!r} and should be a positive number."
+        )
+    return float(value)
+
+
+def _llama3(config: Config, fields: dict[str, Any], base: float, factor: float, head_dim: int) -> NDArray[np.float32]:
+    """Divisors of the frequencies: 1 for short waves, `factor` for long ones, and a bend in between."""
+    low = _number(config, fields, "low_freq_factor")
+    high = _number(config, fields, "high_freq_factor")
+    context = _number(config, fields, "original_max_position_embeddings")
+    if not low < high:
+        raise ModelFileError(f"{config.path}: low_freq_factor is {low} and must be below high_freq_factor = {high}.")
+    wavelength = 2 * math.pi * base ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    share = np.clip((context / wavelength - low) / (high - low), 0, 1)
+    return (1 / ((1 - share) / factor + share)).astype(np.float32)
+
+
+def _yarn(config: Config, fields: dict[str, Any], factor: float) -> dict[str, Value]:
+    context = fields.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    if type(context) is not int or context < 1:
+        context = config.integer("max_position_embeddings")
+    keys = {
+        "rope.scaling.type": Value.string("yarn"),
+        "rope.scaling.factor": Value.f32(factor),
+        "rope.scaling.original_context_length": Value.u32(context),
+    }
+    for key, names in {
+        "yarn_ext_factor": ("extrapolation_factor",),
+        "yarn_attn_factor": ("attention_factor", "attn_factor"),
+        "yarn_beta_fast": ("beta_fast",),
+        "yarn_beta_slow": ("beta_slow",),
+    }.items():
+        for name in names:
+            if fields.get(name) is not None:
+                keys[f"rope.scaling.{key}"] = Value.f32(_number(config, fields, name))
+                break
+    return keys

@@ -1,0 +1,71 @@
+"""One tensor of a source: float32 rows as the GGUF file will have them, read from disk when they are asked for."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.errors import ModelFileError
+from edgert.quantize.formats import Format
+
+_SLAB_BYTES = 1 << 24
+
+
+class SourceTensor(ABC):
+    """A tensor of the model to be written, read a few rows at a time.
+
+    name:    GGUF's
+    shape:   rows before columns; stacked experts are 3-D
+    format:  how the source stores it
+    """
+
+    def __init__(self, name: str, shape: tuple[int, ...], format: Format) -> None:
+        self.name = name
+        self.shape = shape
+        self.format = format
+
+    @property
+    def n_cols(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def n_rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    def rows(self, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+        """Rows [start, stop) as float32 (stop - start, n_cols), as the GGUF file has them; only these are read.
+
+        Raises: ModelFileError that names the tensor when a value is NaN or infinite.
+        """
+        stop = self.n_rows if stop is None else stop
+        if not 0 <= start <= stop <= self.n_rows:
+            raise ValueError(f"{self.name} has {self.n_rows} rows: no rows {start} to {stop}")
+        values = self._read(start, stop)
+        if values.size and not (math.isfinite(values.max()) and math.isfinite(values.min())):
+            row, column = np.argwhere(~np.isfinite(values))[0]
+            raise ModelFileError(
+                f"{self.described}: row {start + row}, column {column} is {values[row, column]}; "
+                "the checkpoint is damaged or its training diverged."
+            )
+        return values
+
+    def dequantize(self) -> NDArray[np.float32]:
+        """All values, float32 in the tensor's shape."""
+        return self.rows().reshape(self.shape)
+
+    def slabs(self, n_bytes: int = _SLAB_BYTES) -> Iterable[tuple[int, int]]:
+        """Ranges of rows of about n_bytes in float32 each, which together are the tensor."""
+        step = max(1, n_bytes // (4 * self.n_cols))
+        return ((start, min(start + step, self.n_rows)) for start in range(0, self.n_rows, step))
+
+    @property
+    def described(self) -> str:
+        """What a message calls it."""
+        return f"Tensor {self.name!r}"
+
+    @abstractmethod
+    def _read(self, start: int, stop: int) -> NDArray[np.float32]: ...
