@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+# Called with the names of the tensors that a product multiplies and its input, float32 (n_tokens, n_cols).
+OnInput = Callable[[tuple[str, ...], NDArray[np.float32]], object]
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,27 @@ class Backend(ABC):
 
         Raises: ValueError for ids, positions or sequences out of range; DoesNotFitError when the cache is full.
         """
+
+    def observe(self, batch: Batch, on_input: OnInput) -> None:
+        """Runs one step for what its matrix products read; needs the capability "observe". No logits are computed.
+
+        on_input sees every token of the batch once for each tensor, and for the head the tokens whose logits are
+        wanted; a large batch may come in several calls, tokens of one sequence in their order. The tensors of a
+        call share their input. The array is valid until on_input returns.
+
+        Raises: as forward.
+        """
+        raise NotImplementedError
+
+    def replace(self, name: str, values: NDArray[np.float32]) -> None:
+        """Gives a matrix other values, for the next step on; needs the capability "replace".
+
+        values:  float32 (n_rows, n_cols), rounded to the type that holds the matrix
+
+        Raises: ValueError for a name or shape that the model lacks; UnsupportedFormatError when the matrix is held
+        in a quantized type, or the type cannot hold the values.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def length(self, sequence: int) -> int:

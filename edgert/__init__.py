@@ -15,6 +15,7 @@ from edgert.errors import (
     RequestError,
     UnsupportedFormatError,
 )
+from edgert.quantize import engine as _quantize_engine
 
 if TYPE_CHECKING:
     from edgert.model import Model, load
@@ -65,3 +66,11 @@ def __getattr__(name: str) -> Any:  # numpy and the rest are imported when they 
         globals()[name] = value
         return value
     raise AttributeError(f"module 'edgert' has no attribute {name!r}")
+
+
+def _open_engine(path: Any, **options: Any) -> Any:
+    """Runs models for `edgert.quantize`, which may not import what runs them."""
+    return import_module("edgert.calibration_engine").open_engine(path, **options)
+
+
+_quantize_engine.register(_open_engine)

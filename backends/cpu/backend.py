@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.base import Backend, Batch, Verdict
+from edgert.backends.base import Backend, Batch, OnInput, Verdict
 from edgert.backends.cpu import compiler
 from edgert.backends.cpu.cache import PagedCache
 from edgert.backends.cpu.graph import (
@@ -21,14 +22,14 @@ from edgert.backends.cpu.graph import (
     Shape,
 )
 from edgert.backends.cpu.isa import select
-from edgert.backends.cpu.layouts import PAGE, WINDOW
+from edgert.backends.cpu.layouts import CODECS, PAGE, WINDOW
 from edgert.backends.cpu.memory import aligned
 from edgert.backends.cpu.model_weights import pack_model
 from edgert.backends.cpu.sampling import NAMES as SAMPLING_KERNELS
 from edgert.backends.cpu.tape import Tape
 from edgert.backends.cpu.team import KERNELS as TEAM_KERNELS
 from edgert.backends.cpu.team import Team
-from edgert.backends.cpu.weights import Packer
+from edgert.backends.cpu.weights import FLOAT_CODECS, Packer, encode, pack_rows
 from edgert.devices import probe
 from edgert.errors import DoesNotFitError, UnsupportedFormatError
 from edgert.quantize.architecture import Architecture, describe
@@ -45,6 +46,7 @@ class CpuBackend(Backend):
     n_ctx:      positions that one sequence may have; 0: as many as the model was trained on
     n_seq_max:  sequences that may be cached at once
     n_cached:   positions that all sequences together may have; 0: n_ctx for each
+    weights_as: "f32", "f16" or "bf16": what all matrices are dequantized to; None: each keeps the file's type
     progress:   called with (kernels compiled, kernels to compile) when the cache of object code lacks some
     """
 
@@ -58,6 +60,7 @@ class CpuBackend(Backend):
         n_seq_max: int = 1,
         n_cached: int = 0,
         isa: str | None = None,
+        weights_as: str | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         a = self.architecture = describe(file)
@@ -67,16 +70,18 @@ class CpuBackend(Backend):
         self.n_ctx = n_ctx or a.n_ctx_train
         self.n_batch = min(n_batch, max(WINDOW, -(-self.n_ctx // WINDOW) * WINDOW))
         self.n_seq_max = n_seq_max
-        self.capabilities = frozenset({"fork", "truncate", "batch"})
+        self.capabilities = frozenset({"fork", "truncate", "batch", "observe", "replace"})
         n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
-        packing = Packer.kernels(file, [n for n, shape in a.tensors().items() if len(shape) == 2])
-        _check_fit(file, a, n_cached or self.n_ctx * n_seq_max)
+        if weights_as not in (None, *FLOAT_CODECS):
+            raise ValueError(f"weights_as is one of {', '.join(FLOAT_CODECS)}, not {weights_as!r}")
+        packing = Packer.kernels(file, [n for n, shape in a.tensors().items() if len(shape) == 2], weights_as)
+        _check_fit(file, a, n_cached or self.n_ctx * n_seq_max, weights_as)
         self._progress = progress
         self._closed = False
         compiler.addresses([*TEAM_KERNELS, *sorted(packing)], self.isa, progress)
         self._team = Team(n_threads, self.isa)
         try:
-            weights = pack_model(a, Packer(file, self.isa, self._team))
+            weights = pack_model(a, Packer(file, self.isa, self._team, weights_as))
             pages = -(-(n_cached or self.n_ctx * n_seq_max) // PAGE) + n_seq_max
             self._cache = PagedCache(a.n_layer, a.n_head_kv, a.head_dim, n_seq_max, self.n_ctx, pages)
             self._graph = Graph(a, weights, self._cache, self.isa, n_threads, self.n_batch)
@@ -103,6 +108,37 @@ class CpuBackend(Backend):
         compiler.addresses(sorted(names), self.isa, self._progress)
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
+        tape, n_wanted = self._lay_out(batch)
+        logits = self._room_for_logits(n_wanted)
+        if n_wanted:
+            self._graph.set_logits(tape.ops, logits)
+        self._team.run(tape.words)
+        result = logits[:n_wanted, : self.n_vocab]
+        softcap = self.architecture.final_logit_softcapping
+        if softcap:
+            np.multiply(np.tanh(result / softcap), softcap, out=result)
+        return result
+
+    def observe(self, batch: Batch, on_input: OnInput) -> None:
+        tape, _ = self._lay_out(batch)
+        for words, reads in tape.pieces():
+            if len(words):
+                self._team.run(words)
+            on_input(reads.matrix.names, reads.values(int(self._graph.header[reads.count])))
+
+    def replace(self, name: str, values: NDArray[np.float32]) -> None:
+        matrix, part = self._graph.weights.find(name)
+        if values.shape != (part.n_rows, matrix.n_cols):
+            raise ValueError(f"{name} has the shape {(part.n_rows, matrix.n_cols)}, not {values.shape}")
+        if not CODECS[matrix.codec].is_float:
+            raise UnsupportedFormatError(
+                f"Tensor {name} is held as {matrix.codec}, which cannot take other values: "
+                "load the model with weights_as='bf16' or 'f32'."
+            )
+        pack_rows(self._team, self.isa, matrix.codec.upper(), encode(matrix.codec, values), matrix, part)
+
+    def _lay_out(self, batch: Batch) -> tuple[Tape, int]:
+        """Puts a batch into the buffers: the tape that computes it, and how many logits are wanted."""
         n = len(batch)
         self._check_batch(batch)
         for sequence, length in self._growth(batch).items():
@@ -125,16 +161,7 @@ class CpuBackend(Backend):
         header = graph.header
         header[N_TOKENS], header[N_WIDE], header[N_NARROW], header[N_WANTED] = n, n_wide, n - n_wide, n_wanted
         shape = graph.shape(n_wide, n - n_wide, n_wanted)
-        tape = self._tapes.get(shape) or self._make_tape(shape)
-        logits = self._room_for_logits(n_wanted)
-        if n_wanted:
-            graph.set_logits(tape.ops, logits)
-        self._team.run(tape.words)
-        result = logits[:n_wanted, : self.n_vocab]
-        softcap = self.architecture.final_logit_softcapping
-        if softcap:
-            np.multiply(np.tanh(result / softcap), softcap, out=result)
-        return result
+        return self._tapes.get(shape) or self._make_tape(shape), n_wanted
 
     def _make_tape(self, shape: Shape) -> Tape:
         ops = self._graph.ops(shape)
@@ -239,12 +266,15 @@ def _check(file: GGUFFile, a: Architecture) -> None:
         raise UnsupportedFormatError(f"{file.path} needs {' and '.join(reasons)}, which the cpu backend lacks.")
 
 
-def _check_fit(file: GGUFFile, a: Architecture, n_positions: int) -> None:
+def _check_fit(file: GGUFFile, a: Architecture, n_positions: int, weights_as: str | None = None) -> None:
     """Refuses a cache that could not be filled, before any work."""
+    n_bytes = file.n_bytes
+    if weights_as:
+        n_bytes = sum(prod(shape) for shape in a.tensors().values()) * CODECS[weights_as].bits // 8
     per_position = a.n_layer * 2 * a.n_head_kv * a.head_dim * 2
-    needed, available = file.n_bytes + n_positions * per_position, probe.probe().memory_available
+    needed, available = n_bytes + n_positions * per_position, probe.probe().memory_available
     if needed > available:
-        most = (available - file.n_bytes) // per_position
+        most = (available - n_bytes) // per_position
         remedy = f"at most -c {most} fits" if most >= WINDOW else "a smaller model, or one of fewer bits, may fit"
         raise DoesNotFitError(
             f"{file.path} with {n_positions} cached positions needs {needed >> 20} MiB, "

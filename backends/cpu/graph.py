@@ -28,7 +28,7 @@ from edgert.backends.cpu.layouts import (
 )
 from edgert.backends.cpu.memory import Arena, aligned
 from edgert.backends.cpu.model_weights import LayerWeights, ModelWeights
-from edgert.backends.cpu.tape import Op, float_bits
+from edgert.backends.cpu.tape import Op, Reads, float_bits
 from edgert.backends.cpu.weights import Matrix
 from edgert.quantize.architecture import Architecture
 
@@ -324,12 +324,15 @@ class Graph:
         private: bool = True,
         gated: bool = False,
     ) -> Op:
-        if group.form == "tiles":
+        form = group.form if group.form == "tiles" else _form(matrix)
+        rows = self.gated_tiles if gated and form == "tiles" else self.forms[form]
+        reads = Reads(matrix, form, group.count, rows, self.words)
+        if form == "tiles":
             return Op(
                 name_of("tiles", codec=matrix.codec, epilogue=epilogue),
                 [
                     matrix.data.ctypes.data,
-                    (self.gated_tiles if gated else self.forms["tiles"]).ctypes.data,
+                    rows.ctypes.data,
                     y,
                     stride,
                     matrix.n_cols,
@@ -338,12 +341,13 @@ class Graph:
                     self.scratch.ctypes.data,
                     self.scratch_stride,
                 ],
+                reads=reads,
             )
         return Op(
             name_of("product", codec=matrix.codec, width=group.width, epilogue=epilogue),
             [
                 matrix.data.ctypes.data,
-                self.forms[_form(matrix)].ctypes.data,
+                rows.ctypes.data,
                 self.words.ctypes.data,
                 y,
                 stride,
@@ -353,6 +357,7 @@ class Graph:
                 self.private_stride if group.private and private else 0,
                 self._at(group.first),
             ],
+            reads=reads,
         )
 
     def _attention(self, shape: Shape, i: int, layer: LayerWeights) -> list[Op]:

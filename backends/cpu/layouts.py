@@ -20,6 +20,7 @@ from dataclasses import dataclass
 BLOCK = 32  # weights along a row that share the layout's unit, and activations that share a scale
 PAGE = 16  # positions of a sequence that are cached together
 WINDOW = 64  # positions that are computed as wide rows when a batch holds all of them
+WORDS_BYTES = 16  # beside each block of int8 activations, four float32 words (see `kernels/panel.py`)
 CHUNK = 256  # positions of a single token's attention that one unit of work covers
 
 IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.cpu.weights import Matrix, Packer
+from edgert.backends.cpu.weights import Matrix, Packer, Part
 from edgert.quantize.architecture import Architecture
 
 
@@ -48,6 +48,14 @@ class ModelWeights:
         for matrix in self.matrices():
             found[matrix.data.ctypes.data] = matrix.data.nbytes
         return sum(found.values())
+
+    def find(self, name: str) -> tuple[Matrix, Part]:
+        """The matrix that holds a tensor, and where in it. Raises: ValueError when none does."""
+        for matrix in self.matrices():
+            for part in matrix.parts:
+                if part.name == name:
+                    return matrix, part
+        raise ValueError(f"{name!r} is no matrix of the model")
 
     def matrices(self) -> Iterator[Matrix]:
         """Every packed matrix."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from edgert.backends.cpu.layouts import BLOCK, WORDS_BYTES
 from edgert.backends.cpu.memory import Arena
+from edgert.backends.cpu.weights import Matrix
 
 
 def float_bits(value: float) -> int:
@@ -15,13 +19,42 @@ def float_bits(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
-class Op:
-    """A kernel by name, its int64 arguments, and whether all threads meet after it."""
+@dataclass(frozen=True)
+class Reads:
+    """What a product multiplies: a matrix, and rows prepared in one of the forms of `kernels/rows.py`.
 
-    def __init__(self, kernel: str, arguments: Iterable[int], meet: bool = True) -> None:
+    count:  place in the step's header of the number of rows
+    words:  of the form "int8"
+    """
+
+    matrix: Matrix
+    form: str
+    count: int
+    rows: NDArray[np.uint8]
+    words: NDArray[np.uint8]
+
+    def values(self, n: int) -> NDArray[np.float32]:
+        """The first n rows as float32 (n, n_cols)."""
+        n_cols = self.matrix.n_cols
+        if self.form == "f32":
+            return self.rows[: n * n_cols * 4].view(np.float32).reshape(n, n_cols)
+        if self.form == "tiles":  # a multiple of 16 tokens: (n / 16, n_cols / 32, 16, 32)
+            tiles = self.rows[: n * n_cols * 2].view(np.uint16).reshape(n // 16, n_cols // BLOCK, 16, BLOCK)
+            bits = np.left_shift(tiles.transpose(0, 2, 1, 3), 16, dtype=np.uint32, order="C")
+            return bits.reshape(n, n_cols).view(np.float32)
+        blocks = self.rows[: n * n_cols].view(np.int8).reshape(n, -1, BLOCK)
+        words = self.words[: n * n_cols // BLOCK * WORDS_BYTES].view(np.float32).reshape(n, n_cols // BLOCK, -1)
+        return (blocks * words[:, :, :1]).reshape(n, n_cols)
+
+
+class Op:
+    """A kernel by name, its int64 arguments, whether all threads meet after it, and what a product reads."""
+
+    def __init__(self, kernel: str, arguments: Iterable[int], meet: bool = True, reads: Reads | None = None) -> None:
         self.kernel = kernel
         self.arguments = np.array(list(arguments), np.int64)
         self.meet = meet
+        self.reads = reads
 
 
 class Tape:
@@ -35,3 +68,16 @@ class Tape:
             op.arguments = place
         self.words = arena.integers(len(ops), 3)
         self.words[:] = [[addresses[op.kernel], op.arguments.ctypes.data, op.meet] for op in ops]
+
+    def pieces(self) -> Iterator[tuple[NDArray[np.int64], Reads]]:
+        """The tape cut before each product: the ops since the product before, and what the product reads.
+
+        Whoever walks a piece may look at the rows when it ends: threads meet after every op.
+        """
+        words = self.words.copy()
+        words[:, 2] = 1
+        start = 0
+        for i, op in enumerate(self.ops):
+            if op.reads is not None:
+                yield words[start:i], op.reads
+                start = i

@@ -14,11 +14,22 @@ from edgert.backends.cpu.layouts import BLOCK, CODEC_OF, CODECS, n_panels
 from edgert.backends.cpu.memory import Arena
 from edgert.backends.cpu.team import Team
 from edgert.errors import UnsupportedFormatError
-from edgert.quantize.formats import check_finite
+from edgert.quantize.formats import FORMATS, check_finite
 from edgert.quantize.gguf_file import GGUFFile, Tensor
 
 BUFFER_BYTES = 4 << 20  # of raw rows read at a time
 CHUNK_BYTES = 32 << 20  # of packed weights allocated at a time
+FLOAT_CODECS = ("f32", "f16", "bf16")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a tensor of the file stands in a matrix: in the panels first, first + step, ..."""
+
+    name: str
+    n_rows: int
+    first: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -30,20 +41,30 @@ class Matrix:
     n_cols: int
     n_panels: int
     data: NDArray[np.uint8]
+    parts: tuple[Part, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors in it."""
+        return tuple(part.name for part in self.parts)
 
 
 class Packer:
-    """Packs the tensors of one file through one small buffer."""
+    """Packs the tensors of one file through one small buffer.
 
-    def __init__(self, file: GGUFFile, isa: Isa, team: Team) -> None:
+    codec:  a float codec that all matrices are dequantized to; None: each keeps its own type
+    """
+
+    def __init__(self, file: GGUFFile, isa: Isa, team: Team, codec: str | None = None) -> None:
         self._file = file
+        self._all_as = codec
         self._isa = isa
         self._team = team
         self._buffer = np.empty(0, np.uint8)
         self._arena = Arena(CHUNK_BYTES)
 
     @staticmethod
-    def kernels(file: GGUFFile, names: Sequence[str]) -> set[str]:
+    def kernels(file: GGUFFile, names: Sequence[str], codec: str | None = None) -> set[str]:
         """The kernels that packing these tensors needs.
 
         Raises: UnsupportedFormatError for a tensor type without a layout, or rows that are not blocks of 32.
@@ -51,7 +72,7 @@ class Packer:
         found = set()
         for name in names:
             tensor = file.tensor(name)
-            if tensor.format.name not in CODEC_OF:
+            if codec is None and tensor.format.name not in CODEC_OF:
                 raise UnsupportedFormatError(
                     f"{file.path}: tensor {name} has type {tensor.format.name}; the cpu backend runs "
                     f"{', '.join(CODEC_OF)}."
@@ -61,7 +82,7 @@ class Packer:
                     f"{file.path}: tensor {name} has rows of {tensor.n_cols}; "
                     f"the cpu backend runs multiples of {BLOCK}."
                 )
-            found.add(compiler.name_of("repack", format=tensor.format.name))
+            found.add(compiler.name_of("repack", format=codec.upper() if codec else tensor.format.name))
         return found
 
     def pack(self, names: Sequence[str]) -> list[Matrix]:
@@ -88,7 +109,7 @@ class Packer:
         return np.ascontiguousarray(tensor.dequantize().reshape(-1), np.float32)
 
     def _codec(self, name: str) -> str:
-        return CODEC_OF[self._file.tensor(name).format.name]
+        return self._all_as or CODEC_OF[self._file.tensor(name).format.name]
 
     def _join(self, names: list[str], interleave: bool) -> Matrix:
         lanes = self._isa.lanes
@@ -98,21 +119,19 @@ class Packer:
         n_rows = sum(tensor.n_rows for tensor in tensors)
         panels = n_panels(n_rows, 2 * lanes) * 2
         data = self._arena.take(panels * codec.panel_bytes(n_cols, lanes))
-        first = 0
+        parts, first = [], 0
         for i, tensor in enumerate(tensors):
-            if interleave:
-                self._pack_tensor(tensor, data, i, len(tensors))
-            else:
-                self._pack_tensor(tensor, data, first, 1)
+            at, step = (i, len(tensors)) if interleave else (first, 1)
+            parts.append(Part(tensor.name, tensor.n_rows, at, step))
             first += n_panels(tensor.n_rows, lanes)
-        return Matrix(codec.name, n_rows, n_cols, panels, data)
+        matrix = Matrix(codec.name, n_rows, n_cols, panels, data, tuple(parts))
+        for tensor, part in zip(tensors, parts, strict=True):
+            self._pack_tensor(tensor, matrix, part)
+        return matrix
 
-    def _pack_tensor(self, tensor: Tensor, data: NDArray[np.uint8], first: int, step: int) -> None:
-        """Packs one tensor into the panels first, first + step, ... of `data`, a few rows at a time."""
-        lanes = self._isa.lanes
-        name = compiler.name_of("repack", format=tensor.format.name)
-        address = compiler.addresses([name], self._isa)[name]
-        rows_at_once = max(1, BUFFER_BYTES // (tensor.row_bytes * lanes)) * lanes
+    def _pack_tensor(self, tensor: Tensor, matrix: Matrix, part: Part) -> None:
+        """Packs one tensor into its place, a few rows at a time."""
+        rows_at_once = max(1, BUFFER_BYTES // (tensor.row_bytes * self._isa.lanes)) * self._isa.lanes
         for row in range(0, tensor.n_rows, rows_at_once):
             n_rows = min(rows_at_once, tensor.n_rows - row)
             n_bytes = n_rows * tensor.row_bytes
@@ -121,7 +140,39 @@ class Packer:
             raw = self._buffer[:n_bytes]
             tensor.read_into(raw, row * tensor.row_bytes)
             check_finite(tensor, raw)
-            panel = first + row // lanes * step
-            where = [raw.ctypes.data, tensor.row_bytes, n_rows, tensor.n_cols, data.ctypes.data, panel, step]
-            arguments = np.array(where, np.int64)
-            self._team.run(np.array([[address, arguments.ctypes.data, 1]], np.int64))
+            rows, format = raw.reshape(n_rows, -1), tensor.format.name
+            if self._all_as:
+                rows, format = encode(self._all_as, tensor.format.dequantize(rows)), self._all_as.upper()
+            pack_rows(self._team, self._isa, format, rows, matrix, part, row)
+
+
+def pack_rows(
+    team: Team, isa: Isa, format: str, rows: NDArray[np.uint8], matrix: Matrix, part: Part, first_row: int = 0
+) -> None:
+    """Packs rows of a GGUF type, uint8 (n, row_bytes), into a tensor's place; first_row begins a panel."""
+    name = compiler.name_of("repack", format=format)
+    address = compiler.addresses([name], isa)[name]
+    panel = part.first + first_row // isa.lanes * part.step
+    where = [rows.ctypes.data, rows.shape[1], len(rows), matrix.n_cols, matrix.data.ctypes.data, panel, part.step]
+    arguments = np.array(where, np.int64)
+    team.run(np.array([[address, arguments.ctypes.data, 1]], np.int64))
+
+
+def encode(codec: str, values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """float32 (rows, n_cols) -> the nearest values of a float codec, uint8 (rows, row_bytes).
+
+    Raises: ValueError for another codec; UnsupportedFormatError for values that it cannot hold.
+    """
+    values = np.ascontiguousarray(values, np.float32)
+    if codec == "bf16":  # the upper half of float32, ties to even
+        bits = values.view(np.uint32)
+        encoded: NDArray[np.generic] = (bits + (0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    elif codec in ("f16", "f32"):
+        with np.errstate(over="ignore"):
+            encoded = values.astype("f2" if codec == "f16" else "f4")
+    else:
+        raise ValueError(f"{codec} is no float codec: choose {', '.join(FLOAT_CODECS)}")
+    rows = encoded.view(np.uint8)
+    if not FORMATS[codec.upper()].is_finite(rows):
+        raise UnsupportedFormatError(f"Values are NaN, infinite, or too large for {codec}.")
+    return rows

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 
 from llvmlite import ir
 
-from edgert.backends.cpu.layouts import BLOCK, Codec
+from edgert.backends.cpu.layouts import BLOCK, WORDS_BYTES, Codec
 from edgert.backends.cpu.simd import F32, I32, Emitter, Value
 
 AHEAD = 8192  # bytes: asking for weights two pages ahead gained 20 % alone and 40 % with six tokens
-WORDS_BYTES = 16  # of the four words
 
 
 def is_signed(e: Emitter, codec: Codec) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from edgert.backends.cpu.isa import Isa
-from edgert.backends.cpu.kernels.panel import WORDS_BYTES, float_panel_product, panel_product
-from edgert.backends.cpu.layouts import BLOCK, CODECS, Codec
+from edgert.backends.cpu.kernels.panel import float_panel_product, panel_product
+from edgert.backends.cpu.layouts import BLOCK, CODECS, WORDS_BYTES, Codec
 from edgert.backends.cpu.simd import Emitter, Value, emitted, word
 
 # Places of the arguments (int64 each).

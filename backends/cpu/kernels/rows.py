@@ -13,8 +13,7 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from edgert.backends.cpu.isa import Isa
-from edgert.backends.cpu.kernels.panel import WORDS_BYTES
-from edgert.backends.cpu.layouts import BLOCK, CHUNK, partial_bytes
+from edgert.backends.cpu.layouts import BLOCK, CHUNK, WORDS_BYTES, partial_bytes
 from edgert.backends.cpu.simd import F32, I8, I32, Emitter, Value, emitted, to_bfloat, word
 
 ARGUMENTS = (

@@ -1,0 +1,189 @@
+"""What a model's matrices read while it reads a calibration text: mean squares by column, and Hessians."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.errors import EdgertError
+from edgert.quantize.engine import Engine
+
+Floats = NDArray[np.float32]
+Tokens = NDArray[np.int32]
+
+
+@dataclass
+class Statistics:
+    """Sums of squared inputs of matrices, column by column.
+
+    sums:        by tensor, float64 (n_mat, n_cols); n_mat is the number of experts, 1 for all other tensors
+    counts:      by tensor, int64 (n_mat,): the tokens that were summed over
+    datasets:    names of the texts
+    n_chunks:    how many pieces of chunk_size tokens were run
+    """
+
+    sums: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    counts: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    datasets: list[str] = field(default_factory=list)
+    n_chunks: int = 0
+    chunk_size: int = 512
+
+    def add(self, names: Iterable[str], inputs: Floats) -> None:
+        """Adds inputs that these tensors share, float32 (n_tokens, n_cols).
+
+        Raises: EdgertError when they are not finite.
+        """
+        squares = np.square(inputs).sum(axis=0)
+        for name in names:
+            if not np.isfinite(squares).all():
+                raise EdgertError(
+                    f"The input of {name} is NaN, infinite or too large to be squared: the model's weights are damaged."
+                )
+            if name not in self.sums:
+                self.sums[name] = np.zeros((1, len(squares)))
+                self.counts[name] = np.zeros(1, np.int64)
+            self.sums[name] += squares
+            self.counts[name] += len(inputs)
+
+    def importance(self, name: str) -> Floats | None:
+        """Mean squared input: float32 (n_cols,), (n_mat, n_cols) for experts; None for a tensor without statistics.
+
+        Experts that no token reached have the mean of the others.
+        """
+        if name not in self.sums or not self.counts[name].any():
+            return None
+        sums, counts = self.sums[name], self.counts[name][:, None]
+        reached = counts[:, 0] > 0
+        means = np.where(counts > 0, sums / np.maximum(counts, 1), sums[reached].sum(0) / counts[reached].sum())
+        return (means if len(means) > 1 else means[0]).astype(np.float32)
+
+    def unreached(self, name: str) -> int:
+        """How many experts of the tensor no token reached."""
+        return int((self.counts[name] == 0).sum())
+
+    def merge(self, other: Statistics) -> None:
+        """Adds what was collected elsewhere. Raises: EdgertError when a tensor has other sizes there."""
+        for name, sums in other.sums.items():
+            if name not in self.sums:
+                self.sums[name], self.counts[name] = sums.copy(), other.counts[name].copy()
+                continue
+            if self.sums[name].shape != sums.shape:
+                raise EdgertError(
+                    f"The statistics of {name} have the shapes {self.sums[name].shape} and {sums.shape}: "
+                    "they are of different models."
+                )
+            self.sums[name] += sums
+            self.counts[name] += other.counts[name]
+        self.datasets += [name for name in other.datasets if name not in self.datasets]
+        self.n_chunks += other.n_chunks
+
+
+class Hessians:
+    """Sums of x x^T over the inputs x of some matrices; tensors that share an input share the sum."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = frozenset(names)
+        self._sums: dict[str, Floats] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, names: Iterable[str], inputs: Floats) -> None:
+        """Adds inputs that these tensors share, float32 (n_tokens, n_cols)."""
+        chosen = [name for name in names if name in self._names]
+        if not chosen:
+            return
+        product = inputs.T @ inputs
+        known = self._sums.get(chosen[0])
+        if known is not None:
+            known += product
+        for name in chosen:
+            self._sums.setdefault(name, product)
+            self._counts[name] = self._counts.get(name, 0) + len(inputs)
+
+    def __getitem__(self, name: str) -> Floats:
+        """float32 (n_cols, n_cols), read only since it may be shared. Raises: KeyError."""
+        view = self._sums[name].view()
+        view.flags.writeable = False
+        return view
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sums
+
+    def count(self, name: str) -> int:
+        """Tokens that were summed over."""
+        return self._counts[name]
+
+
+def calibrate(
+    engine: Engine,
+    chunks: Sequence[Tokens] | Tokens,
+    *,
+    hessians: Hessians | None = None,
+    datasets: Sequence[str] = (),
+    on_chunk: Callable[[int, int], object] | None = None,
+) -> Statistics:
+    """Runs pieces of text, each from an empty context, and collects what the matrices read.
+
+    chunks:    int32 (n_chunks, n_ctx), or a list of int32 (n,)
+    hessians:  collects too, for the tensors that it was made for
+    datasets:  names of the texts, for the record
+    on_chunk:  called with (chunks done, all)
+
+    Raises: EdgertError when the model's values are not finite.
+    """
+    statistics = Statistics(datasets=list(datasets), chunk_size=max((len(chunk) for chunk in chunks), default=0))
+
+    def on_input(names: tuple[str, ...], inputs: Floats) -> None:
+        statistics.add(names, inputs)
+        if hessians is not None:
+            hessians.add(names, inputs)
+
+    for i, chunk in enumerate(chunks):
+        engine.observe(chunk, on_input)
+        statistics.n_chunks += 1
+        if on_chunk:
+            on_chunk(i + 1, len(chunks))
+    return statistics
+
+
+def inputs_of(engine: Engine) -> dict[tuple[str, ...], int]:
+    """The columns of each input, by the tensors that share it, in the order of the computation."""
+    found: dict[tuple[str, ...], int] = {}
+    engine.observe(np.zeros(1, np.int32), lambda names, inputs: found.update({names: inputs.shape[1]}))
+    return found
+
+
+def hessian_passes(
+    engine: Engine,
+    chunks: Sequence[Tokens] | Tokens,
+    names: Collection[str],
+    max_bytes: int,
+    on_chunk: Callable[[int, int], object] | None = None,
+) -> Iterator[Hessians]:
+    """The Hessians of many tensors, in as many passes over the text as keep those of one pass within max_bytes.
+
+    Tensors come in the order of the computation; one that exceeds max_bytes alone has a pass of its own.
+    """
+    sets: list[list[str]] = []
+    room = 0
+    for shared, n_cols in inputs_of(engine).items():
+        chosen = [name for name in shared if name in names]
+        if not chosen:
+            continue
+        n_bytes = n_cols * n_cols * 4
+        if n_bytes > room:
+            sets.append([])
+            room = max_bytes
+        sets[-1] += chosen
+        room -= n_bytes
+    done = 0
+    for chosen in sets:
+        hessians = Hessians(chosen)
+        for chunk in chunks:
+            engine.observe(chunk, hessians.add)
+            done += 1
+            if on_chunk:
+                on_chunk(done, len(sets) * len(chunks))
+        yield hessians

@@ -1,0 +1,188 @@
+"""What the CPU engine shows of its products' inputs, against the float32 reference; and weights replaced in place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from reference import Reference
+from tiny import FAMILIES, write_tiny
+
+from edgert import backends
+from edgert.backends.base import Backend, Batch
+from edgert.errors import UnsupportedFormatError
+
+LENGTH = 150  # two whole windows of the engine's wide kernels, and a rest
+TOKENS = np.random.default_rng(21).integers(0, 384, LENGTH).tolist()
+# How far an input may lie from the reference's, in its own root mean square: the cache holds 16 bits; bf16 tiles;
+# int8 activations.
+BOUNDS = {Type.F32: 0.002, Type.F16: 0.005, Type.BF16: 0.02, Type.Q8_0: 0.03, Type.Q4_0: 0.03}
+
+Open = Callable[..., Backend]
+
+
+@pytest.fixture
+def open_cpu() -> Iterator[Open]:
+    opened: list[Backend] = []
+
+    def make(path: Path, **options: Any) -> Backend:
+        opened.append(backends.load(path, backend="cpu", **{"n_ctx": 256, "n_threads": 2, **options}))
+        return opened[-1]
+
+    yield make
+    for backend in opened:
+        backend.close()
+
+
+class ObservedReference(Reference):
+    """Notes the input of every product of the reference."""
+
+    def inputs(self, tokens: list[int]) -> dict[str, np.ndarray]:
+        seen: dict[str, np.ndarray] = {}
+        outer = self
+
+        class Noting(np.ndarray):
+            """A weight that notes what is multiplied with its transpose."""
+
+            name = ""
+
+            def __array_finalize__(self, obj: Any) -> None:
+                self.name = getattr(obj, "name", "")
+
+            def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+                plain = [np.asarray(x) for x in inputs]
+                if ufunc is np.matmul and isinstance(inputs[1], Noting):
+                    seen[inputs[1].name] = plain[0].copy()
+                return getattr(ufunc, method)(*plain, **kwargs)
+
+        def weight(name: str, rows: Any = slice(None)) -> Any:
+            values = Reference.weight(outer, name, rows)
+            if values.ndim == 2 and isinstance(rows, slice):
+                values = values.view(Noting)
+                values.name = name
+            return values
+
+        self.weight = weight  # type: ignore[method-assign]
+        self.logits(tokens)
+        return seen
+
+
+def observed(backend: Backend, batch: Batch) -> dict[str, np.ndarray]:
+    parts: dict[str, list[np.ndarray]] = defaultdict(list)
+
+    def on_input(names: tuple[str, ...], inputs: np.ndarray) -> None:
+        assert inputs.dtype == np.float32
+        for name in names:
+            parts[name].append(inputs.copy())
+
+    backend.observe(batch, on_input)
+    return {name: np.concatenate(found) for name, found in parts.items()}
+
+
+def error(found: np.ndarray, expected: np.ndarray) -> float:
+    assert found.shape == expected.shape
+    return float(np.sqrt(((found - expected) ** 2).mean() / (expected**2).mean()))
+
+
+@pytest.mark.parametrize("quant", BOUNDS, ids=lambda quant: quant.name)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inputs_are_those_of_the_reference(
+    family: str, quant: Type, tiny_model: Callable[..., Path], open_cpu: Open
+) -> None:
+    path = tiny_model(family, quant=quant)
+    expected = ObservedReference(path).inputs(TOKENS)
+    backend = open_cpu(path)
+    found = observed(backend, Batch.of(TOKENS, 0, wanted="all"))
+    assert found.keys() == expected.keys()
+    assert {
+        name: error(found[name], expected[name]) for name in found if error(found[name], expected[name]) > BOUNDS[quant]
+    } == {}
+
+
+@pytest.mark.parametrize("length", [1, 3, 7, 64])
+def test_any_number_of_tokens(length: int, tiny_model: Callable[..., Path], open_cpu: Open) -> None:
+    path = tiny_model("gemma3", quant=Type.F32)
+    expected = ObservedReference(path).inputs(TOKENS[:length])
+    found = observed(open_cpu(path), Batch.of(TOKENS[:length], 0, wanted="all"))
+    assert max(error(found[name], expected[name]) for name in expected) < BOUNDS[Type.F32]
+
+
+MATRICES = [
+    "token_embd.weight",
+    "output.weight",
+    *(
+        f"blk.1.{part}.weight"
+        for part in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    ),
+]
+
+
+ODD = {"n_embd": 96, "n_head": 3, "n_head_kv": 1, "n_ff": 160, "n_vocab": 397}
+
+
+def logits_of(backend: Backend) -> np.ndarray:
+    backend.free(0)
+    return backend.forward(Batch.of(TOKENS, 0, wanted="all")).copy()
+
+
+@pytest.mark.parametrize(
+    "quant, weights_as", [(Type.F32, None), (Type.F16, None), (Type.BF16, None), (Type.F32, "bf16"), (Type.Q4_0, "f32")]
+)
+@pytest.mark.parametrize("options", [{}, ODD], ids=["even", "odd"])
+def test_replaced_matrices_are_those_of_a_file_with_these_values(
+    quant: Type, weights_as: str | None, options: dict[str, Any], tmp_path: Path, open_cpu: Open
+) -> None:
+    """Bit for bit, whichever matrices share a packed one; and back again."""
+    path = write_tiny(tmp_path / "a.gguf", "llama", quant=quant, **options)
+    backend = open_cpu(path, weights_as=weights_as)
+    before = logits_of(backend)
+    own = {name: Reference(path).weight(name) for name in MATRICES}
+    rng = np.random.default_rng(5)
+    other = {name: (values * rng.uniform(0.5, 1.5, values.shape)).astype(np.float32) for name, values in own.items()}
+    rounded = quant if quant != Type.Q4_0 else Type.F32
+    # Only what is replaced may differ, so all other matrices of the second file are the first's own values.
+    rest = {t.name: Reference(path).weight(t.name) for t in Reference(path).tensors.values()}
+    there = open_cpu(
+        write_tiny(tmp_path / "b.gguf", "llama", quant=rounded, weights=rest | other, **options), weights_as=weights_as
+    )
+    for name in MATRICES:
+        backend.replace(name, other[name])
+    after = logits_of(backend)
+    assert np.abs(after - before).max() > 0.1
+    np.testing.assert_array_equal(after, logits_of(there))
+    for name in MATRICES:
+        backend.replace(name, own[name])
+    np.testing.assert_array_equal(logits_of(backend), before)
+
+
+def test_what_cannot_be_replaced(tiny_model: Callable[..., Path], open_cpu: Open) -> None:
+    name = "blk.0.ffn_down.weight"
+    quantized = open_cpu(tiny_model("llama", quant=Type.Q4_0))
+    with pytest.raises(UnsupportedFormatError, match=r"q4_0.*weights_as"):
+        quantized.replace(name, np.zeros((128, 192), np.float32))
+    backend = open_cpu(tiny_model("llama", quant=Type.F16))
+    before = logits_of(backend)
+    with pytest.raises(ValueError, match=r"\(128, 192\)"):
+        backend.replace(name, np.zeros((192, 128), np.float32))
+    with pytest.raises(ValueError, match="no matrix"):
+        backend.replace("blk.0.ffn_norm.weight", np.zeros((1, 128), np.float32))
+    for value in (np.nan, np.inf, 1e6):
+        with pytest.raises(UnsupportedFormatError, match="f16"):
+            backend.replace(name, np.full((128, 192), value, np.float32))
+    np.testing.assert_array_equal(logits_of(backend), before)
+
+
+@pytest.mark.parametrize("quant", [Type.Q4_0, Type.Q8_0, Type.F16])
+def test_weights_held_as_f32_are_the_dequantized_ones(
+    quant: Type, tiny_model: Callable[..., Path], open_cpu: Open
+) -> None:
+    path = tiny_model("gemma3", quant=quant)
+    expected = Reference(path).logits(TOKENS)
+    assert error(logits_of(open_cpu(path, weights_as="f32")), expected) < BOUNDS[Type.F32]
+    with pytest.raises(ValueError, match="weights_as"):
+        open_cpu(path, weights_as="q8_0")
