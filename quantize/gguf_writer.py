@@ -63,6 +63,8 @@ class Writer:
         fingerprint: str = "",
     ) -> None:
         self.path = Path(os.path.realpath(path))  # beside the file that a link points to
+        self._tensors, self._split_max_size = tensors, split_max_size
+        self._metadata = dict(metadata)
         self._parts = plan(self.path, metadata, tensors, split_max_size)
         self.paths = tuple(part.path for part in self._parts)
         self._queue = [(part, slot) for part in self._parts for slot in part.slots]
@@ -124,6 +126,24 @@ class Writer:
             with _complaints(self.path):
                 self._journal.add({"tensor": name, "crc32": self._crc})
             self._done, self._filled, self._crc = self._done + 1, 0, 0
+
+    def update(self, metadata: Mapping[str, Value]) -> None:
+        """Gives keys of the plan other values of the same length, such as figures measured on what is written.
+
+        Raises: ValueError for a key that the plan lacks, or a value of another length.
+        """
+        for key, value in metadata.items():
+            old = self._metadata.get(key)
+            if old is None or (old.kind, len(old.data)) != (value.kind, len(value.data)):
+                raise ValueError(f"{key} has no place in the header for this value")
+        self._metadata |= metadata
+        self._parts = plan(self.path, self._metadata, self._tensors, self._split_max_size)
+        for part in self._parts:
+            self._put(part, 0, memoryview(part.header))
+
+    def written(self) -> tuple[Path, ...]:
+        """Where the files lie until finish() gives them their names."""
+        return tuple(_temporary(part) for part in self._parts)
 
     def finish(self) -> tuple[Path, ...]:
         """Syncs and reads back what was written, and gives the files their names; returns them.

@@ -18,7 +18,9 @@ from edgert import evaluate as module
 from edgert.backends.base import Backend, Batch, Verdict
 from edgert.cli.perplexity import command
 from edgert.errors import EdgertError, RequestError
-from edgert.evaluate import Tally, check_same_vocabulary, chunks_of, evaluate, scored
+from edgert.evaluate import check_same_vocabulary, chunks_of, evaluate, scored
+from edgert.quantize import divergence
+from edgert.quantize.divergence import Tally
 from edgert.quantize.gguf_file import GGUFFile
 from edgert.tokenizer import Tokenizer
 
@@ -116,7 +118,7 @@ def test_a_model_is_no_way_from_itself(chunks: NDArray[np.int32]) -> None:
 def test_few_logits_are_held_at_once(chunks: NDArray[np.int32], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = evaluate(Bigrams(table(300, 1)), chunks, Bigrams(table(300, 2)))
     monkeypatch.setattr(module, "STEP_LOGITS", 4 * 300)
-    monkeypatch.setattr(module, "CACHED_LOGITS", 2 * 300)
+    monkeypatch.setattr(divergence, "CACHED_LOGITS", 2 * 300)
     one, other = Bigrams(table(300, 1)), Bigrams(table(300, 2))
     assert evaluate(one, chunks, other) == whole
     assert one.most_wanted == other.most_wanted == 4

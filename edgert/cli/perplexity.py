@@ -13,7 +13,7 @@ from edgert.cli.flags import flag, json_flag
 from edgert.cli.loading import ProgressLine, model_path
 
 if TYPE_CHECKING:
-    from edgert.evaluate import Evaluation
+    from edgert.quantize.divergence import Evaluation
 
 
 @click.command()

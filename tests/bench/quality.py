@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from reference import HEAD_ROWS, Floats, Reference, rms_norm, softcap
 
 from edgert.backends.base import Backend, Batch
-from edgert.evaluate import STEP_LOGITS, Evaluation, Tally, chunks_of, scored
+from edgert.evaluate import STEP_LOGITS, chunks_of, scored
+from edgert.quantize.divergence import Evaluation, Tally
 from edgert.quantize.gguf_file import GGUFFile
 from edgert.template import ChatTemplate
 from edgert.tokenizer import Tokenizer

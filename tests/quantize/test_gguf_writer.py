@@ -417,3 +417,26 @@ def test_killed_at_twenty_moments(tmp_path: Path, split: bool):
     subprocess.run(args, check=True, capture_output=True)
     check(first, BIG)
     assert leftovers(tmp_path) == []
+
+
+def test_figures_may_be_set_when_all_tensors_are_written(tmp_path: Path):
+    writer = Writer(tmp_path / "m.gguf", METADATA, TENSORS)
+    with writer:
+        for tensor in TENSORS:
+            writer.write(tensor[0], content(tensor))
+        writer.update({"a.f32": Value.f32(0.75), "a.u64": Value.number(Kind.U64, 7)})
+        assert GGUFFile.open(*writer.written()).metadata["a.f32"] == 0.75
+    with GGUFFile.open(tmp_path / "m.gguf") as file:
+        assert file.metadata["a.f32"] == 0.75 and file.metadata["a.u64"] == 7 and file.metadata["a.i64"] == -(2**63)
+        for tensor in TENSORS:
+            np.testing.assert_array_equal(file.tensors[tensor[0]].data, content(tensor))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("a.new", Value.f32(1)), ("a.f32", Value.u32(1)), ("a.text", Value.string("x"))]
+)
+def test_values_without_a_place_in_the_header_are_refused(tmp_path: Path, key: str, value: Value):
+    writer = Writer(tmp_path / "m.gguf", METADATA, TENSORS)
+    with pytest.raises(ValueError, match=key):
+        writer.update({key: value})
+    writer.close()
