@@ -68,9 +68,9 @@ def __getattr__(name: str) -> Any:  # numpy and the rest are imported when they 
     raise AttributeError(f"module 'edgert' has no attribute {name!r}")
 
 
-def _open_engine(path: Any, **options: Any) -> Any:
+def _open_engine(source: Any, **options: Any) -> Any:
     """Runs models for `edgert.quantize`, which may not import what runs them."""
-    return import_module("edgert.calibration_engine").open_engine(path, **options)
+    return import_module("edgert.calibration_engine").open_engine(source, **options)
 
 
 _quantize_engine.register(_open_engine)

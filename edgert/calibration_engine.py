@@ -1,111 +1,120 @@
-"""The running model that the quantizer measures: `edgert.quantize.engine.Engine` on a backend."""
+"""The running model that the quantizer measures: `edgert.quantize.engine.Engine` on the cpu backend."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert import backends
 from edgert.backends.base import Batch, OnInput
 from edgert.errors import ContextFullError, RequestError
-from edgert.quantize.gguf_file import GGUFFile
+from edgert.quantize.gguf_file import GGUFFile, Model
+from edgert.quantize.source import Source, open_source
 from edgert.template import ChatTemplate
 from edgert.tokenizer import Tokenizer
 
+Tokens = NDArray[np.int32]
+
 
 def open_engine(
-    path: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Source,
     *,
     n_ctx: int = 512,
     n_threads: int | None = None,
     weights_as: str | None = "bf16",
     progress: Callable[[int, int], None] | None = None,
 ) -> CalibrationEngine:
-    """Loads a file for measurements on texts of up to n_ctx tokens.
+    """Loads a model for measurements on texts of up to n_ctx tokens.
 
-    weights_as:  the float type that holds the matrices, whatever the file's: "bf16" is the fastest where processors
-                 have tiles, and rounds replaced values to 8 bits; "f32" is exact; None keeps quantized types as they
-                 are, which cannot be replaced
+    source:      a GGUF file, a folder in Hugging Face's format, or an open source, which stays open and must do so
+    weights_as:  the float type that holds the matrices, whatever the source's: "bf16" is the fastest where processors
+                 have tiles, and rounds replaced values to 8 bits; "f32" is exact; None keeps a GGUF file's quantized
+                 types as they are, and these cannot be replaced
     progress:    called with (done, all) while kernels are compiled
 
-    Raises: EdgertError and its subclasses, when the file, the machine or an option is at fault.
+    Raises: EdgertError and its subclasses, when the source, the machine or an option is at fault.
     """
-    return CalibrationEngine(Path(path), n_ctx, n_threads, weights_as, progress)
+    opened: GGUFFile | Source | None = None
+    model: Model[Any]
+    if weights_as is None:
+        if isinstance(source, Source):
+            raise ValueError("an open source holds floats: weights_as says which")
+        model = opened = GGUFFile.open(os.fspath(source))
+    else:
+        if not isinstance(source, Source):
+            source = opened = open_source(os.fspath(source), allow_requantize=True)
+        model = source.model
+    try:
+        from edgert.backends.cpu.backend import CpuBackend
+
+        tokenizer = Tokenizer.from_gguf(model)
+        backend = CpuBackend(model, n_ctx=n_ctx, n_threads=n_threads, weights_as=weights_as, progress=progress)
+    except BaseException:
+        if opened is not None:
+            opened.close()
+        raise
+    return CalibrationEngine(model, backend, tokenizer, opened)
 
 
 class CalibrationEngine:
-    """A model file on the cpu backend; methods as in `edgert.quantize.engine.Engine`."""
+    """A model on a backend that can observe and replace; methods as in `edgert.quantize.engine.Engine`.
 
-    def __init__(
-        self,
-        path: Path,
-        n_ctx: int,
-        n_threads: int | None,
-        weights_as: str | None,
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self.path = path
-        self._file = GGUFFile.open(path)
-        try:
-            self.tokenizer = Tokenizer.from_gguf(self._file)
-            self._template: ChatTemplate | None = None
-            self._backend = backends.load(
-                path, backend="cpu", n_ctx=n_ctx, n_threads=n_threads, weights_as=weights_as, progress=progress
-            )
-        except BaseException:
-            self._file.close()
-            raise
-        self.n_vocab, self.n_ctx = self._backend.n_vocab, self._backend.n_ctx
+    opened:  what to close in the end
+    """
 
-    def tokenize(self, text: str, *, add_special: bool = True) -> NDArray[np.int32]:
+    def __init__(self, model: Model[Any], backend: Any, tokenizer: Tokenizer, opened: GGUFFile | Source | None) -> None:
+        self.tokenizer = tokenizer
+        self.n_vocab, self.n_ctx = backend.n_vocab, backend.n_ctx
+        self.bos = tokenizer.bos_id if tokenizer.add_bos else None
+        self._model, self._backend, self._opened = model, backend, opened
+        self._template: ChatTemplate | None = None
+
+    def tokenize(self, text: str, *, add_special: bool = True) -> Tokens:
         return np.asarray(self.tokenizer.encode(text, add_special=add_special), np.int32)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> Tokens:
         if self._template is None:
-            self._template = ChatTemplate.from_gguf(self._file, tokenizer=self.tokenizer)
+            self._template = ChatTemplate.from_gguf(self._model, tokenizer=self.tokenizer)  # which may warn
         if self._template is None:
-            raise RequestError("messages", f"{self.path} has no chat template: give plain text")
+            raise RequestError("messages", f"{self._model.path} has no chat template: give plain text")
         return np.asarray(self._template.encode(self.tokenizer, messages, add_generation_prompt=False), np.int32)
 
-    def observe(self, tokens: NDArray[np.int32], on_input: OnInput) -> None:
-        for batch in self._batches(tokens):
-            batch.wanted[:] = True
+    def observe(self, tokens: Tokens, on_input: OnInput) -> None:
+        for batch in self._steps(tokens):
             self._backend.observe(batch, on_input)
 
-    def logits(self, tokens: NDArray[np.int32], first: int = 0) -> NDArray[np.float32]:
+    def logits(self, tokens: Tokens, first: int = 0) -> NDArray[np.float32]:
         out = np.empty((len(tokens) - first, self.n_vocab), np.float32)
-        for batch in self._batches(tokens):
-            wanted = batch.wanted[:] = batch.positions >= first
-            places = batch.positions[wanted] - first
+        done = 0
+        for batch in self._steps(tokens, first):
             result = self._backend.forward(batch)
-            if len(places):
-                out[places[0] : places[-1] + 1] = result
+            out[done : done + len(result)] = result
+            done += len(result)
         return out
 
-    def _batches(self, tokens: NDArray[np.int32]) -> list[Batch]:
-        """The steps of a text that starts an empty context."""
+    def _steps(self, tokens: Tokens, first: int = 0) -> Iterator[Batch]:
+        """The steps of a text in an empty context, whose logits are wanted from token `first` on."""
         if len(tokens) > self.n_ctx:
             raise ContextFullError(len(tokens), self.n_ctx)
         self._backend.free(0)
         step = self._backend.n_batch
-        return [
-            Batch.of(tokens[start : start + step].tolist(), start, wanted="none")
-            for start in range(0, len(tokens), step)
-        ]
+        for start in range(0, len(tokens), step):
+            batch = Batch.of(tokens[start : start + step].tolist(), start)
+            batch.wanted[:] = batch.positions >= first
+            yield batch
 
     def replace(self, name: str, values: NDArray[np.float32] | None) -> None:
         if values is None:
-            values = self._file.tensor(name).dequantize()
+            values = self._model.tensor(name).dequantize()
         self._backend.replace(name, values)
 
     def close(self) -> None:
         self._backend.close()
-        self._file.close()
+        if self._opened is not None:
+            self._opened.close()
 
     def __enter__(self) -> Self:
         return self

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from edgert.quantize.source import Source
+
     # Called with the names of tensors that share an input, and the input: float32 (n_tokens, n_cols), valid until
     # the call returns.
     OnInput = Callable[[tuple[str, ...], NDArray[np.float32]], object]
@@ -24,10 +26,12 @@ class Engine(Protocol):
 
     n_vocab:   size of the vocabulary
     n_ctx:     tokens that one call may take
+    bos:       the token that texts begin with; None: none does
     """
 
     n_vocab: int
     n_ctx: int
+    bos: int | None
 
     def tokenize(self, text: str, *, add_special: bool = True) -> NDArray[np.int32]:
         """The ids of a text, int32 (n,); add_special puts the begin token first, if the model wants one."""
@@ -72,11 +76,13 @@ def register(opener: Callable[..., Engine]) -> None:
     _openers[:] = [opener]
 
 
-def open_engine(path: str | PathLike[str], **options: Any) -> Engine:
-    """A running model from a GGUF file; options as those of `edgert.calibration_engine.open_engine`.
+def open_engine(source: str | PathLike[str] | Source, **options: Any) -> Engine:
+    """A running model from a GGUF file, a folder in Hugging Face's format, or an open source.
 
-    Raises: EdgertError and its subclasses, when the file or the machine is at fault.
+    options:  n_ctx, n_threads, weights_as, progress, as `edgert.calibration_engine.open_engine` takes them
+
+    Raises: EdgertError and its subclasses, when the source or the machine is at fault.
     """
     if not _openers:
         raise RuntimeError("nothing can run models here: `import edgert` registers what can")
-    return _openers[0](path, **options)
+    return _openers[0](source, **options)

@@ -75,6 +75,16 @@ class Tensor:
             raise ValueError(f"{self.name} has {self.n_bytes} bytes: no {n} bytes at {start}")
         self._shard.read_into(buffer, self.offset + start)
 
+    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
+        """The values of rows [start, stop), float32 (stop - start, n_cols); only these are read.
+
+        Raises: ModelFileError when a value is NaN or infinite.
+        """
+        raw = np.empty((stop - start, self.row_bytes), np.uint8)
+        self.read_into(raw, start * self.row_bytes)
+        formats.check_finite(self, raw)
+        return self.format.dequantize(raw)
+
     def dequantize(self) -> NDArray[np.float32]:
         """The values, float32 in the tensor's shape."""
         return self.format.dequantize(self.data).reshape(self.shape)

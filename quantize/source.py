@@ -79,7 +79,12 @@ class Source:
 
         Raises: UnsupportedFormatError for what edgert does not run; ModelFileError for contradictions.
         """
-        return describe(_View(self))
+        return describe(self.model)
+
+    @property
+    def model(self) -> Model[SourceTensor]:
+        """The source as what reads models wants to see one."""
+        return _View(self)
 
     def close(self) -> None:
         self._resources.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ from edgert.backends.cpu.weights import FLOAT_CODECS, Packer, encode, pack_rows
 from edgert.devices import probe
 from edgert.errors import DoesNotFitError, UnsupportedFormatError
 from edgert.quantize.architecture import Architecture, describe
-from edgert.quantize.gguf_file import GGUFFile
+from edgert.quantize.gguf_file import Model
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ N_BATCH = 512
 class CpuBackend(Backend):
     """A model on the processor.
 
+    file:       a GGUFFile; with weights_as any model whose tensors have `rows(start, stop) -> float32`
     n_ctx:      positions that one sequence may have; 0: as many as the model was trained on
     n_seq_max:  sequences that may be cached at once
     n_cached:   positions that all sequences together may have; 0: n_ctx for each
@@ -52,7 +54,7 @@ class CpuBackend(Backend):
 
     def __init__(
         self,
-        file: GGUFFile,
+        file: Model[Any],
         *,
         n_ctx: int = 0,
         n_threads: int | None = None,
@@ -253,7 +255,7 @@ def _wide_first(batch: Batch) -> tuple[NDArray[np.int64] | None, int]:
     return np.concatenate([wide_rows[np.argsort(keys[wide_rows], kind="stable")], narrow]), n_wide
 
 
-def _check(file: GGUFFile, a: Architecture) -> None:
+def _check(file: Model[Any], a: Architecture) -> None:
     """What the kernels take for granted."""
     reasons = []
     if a.attn_logit_softcapping:
@@ -266,11 +268,12 @@ def _check(file: GGUFFile, a: Architecture) -> None:
         raise UnsupportedFormatError(f"{file.path} needs {' and '.join(reasons)}, which the cpu backend lacks.")
 
 
-def _check_fit(file: GGUFFile, a: Architecture, n_positions: int, weights_as: str | None = None) -> None:
+def _check_fit(file: Model[Any], a: Architecture, n_positions: int, weights_as: str | None = None) -> None:
     """Refuses a cache that could not be filled, before any work."""
-    n_bytes = file.n_bytes
     if weights_as:
         n_bytes = sum(prod(shape) for shape in a.tensors().values()) * CODECS[weights_as].bits // 8
+    else:
+        n_bytes = sum(tensor.n_bytes for tensor in file.tensors.values())
     per_position = a.n_layer * 2 * a.n_head_kv * a.head_dim * 2
     needed, available = n_bytes + n_positions * per_position, probe.probe().memory_available
     if needed > available:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from edgert.backends.cpu.memory import Arena
 from edgert.backends.cpu.team import Team
 from edgert.errors import UnsupportedFormatError
 from edgert.quantize.formats import FORMATS, check_finite
-from edgert.quantize.gguf_file import GGUFFile, Tensor
+from edgert.quantize.gguf_file import Model
 
 BUFFER_BYTES = 4 << 20  # of raw rows read at a time
 CHUNK_BYTES = 32 << 20  # of packed weights allocated at a time
@@ -52,10 +53,10 @@ class Matrix:
 class Packer:
     """Packs the tensors of one file through one small buffer.
 
-    codec:  a float codec that all matrices are dequantized to; None: each keeps its own type
+    codec:  a float codec that all matrices are dequantized to; None: each keeps its own type, which takes a GGUFFile
     """
 
-    def __init__(self, file: GGUFFile, isa: Isa, team: Team, codec: str | None = None) -> None:
+    def __init__(self, file: Model[Any], isa: Isa, team: Team, codec: str | None = None) -> None:
         self._file = file
         self._all_as = codec
         self._isa = isa
@@ -64,7 +65,7 @@ class Packer:
         self._arena = Arena(CHUNK_BYTES)
 
     @staticmethod
-    def kernels(file: GGUFFile, names: Sequence[str], codec: str | None = None) -> set[str]:
+    def kernels(file: Model[Any], names: Sequence[str], codec: str | None = None) -> set[str]:
         """The kernels that packing these tensors needs.
 
         Raises: UnsupportedFormatError for a tensor type without a layout, or rows that are not blocks of 32.
@@ -104,9 +105,7 @@ class Packer:
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """A small tensor as float32."""
-        tensor = self._file.tensor(name)
-        check_finite(tensor)
-        return np.ascontiguousarray(tensor.dequantize().reshape(-1), np.float32)
+        return np.ascontiguousarray(self._file.tensor(name).rows(0, 1)[0], np.float32)
 
     def _codec(self, name: str) -> str:
         return self._all_as or CODEC_OF[self._file.tensor(name).format.name]
@@ -129,9 +128,16 @@ class Packer:
             self._pack_tensor(tensor, matrix, part)
         return matrix
 
-    def _pack_tensor(self, tensor: Tensor, matrix: Matrix, part: Part) -> None:
+    def _pack_tensor(self, tensor: Any, matrix: Matrix, part: Part) -> None:
         """Packs one tensor into its place, a few rows at a time."""
-        rows_at_once = max(1, BUFFER_BYTES // (tensor.row_bytes * self._isa.lanes)) * self._isa.lanes
+        lanes = self._isa.lanes
+        if self._all_as:
+            rows_at_once = max(1, BUFFER_BYTES // (4 * matrix.n_cols * lanes)) * lanes
+            for row in range(0, tensor.n_rows, rows_at_once):
+                rows = encode(self._all_as, tensor.rows(row, min(row + rows_at_once, tensor.n_rows)))
+                pack_rows(self._team, self._isa, self._all_as.upper(), rows, matrix, part, row)
+            return
+        rows_at_once = max(1, BUFFER_BYTES // (tensor.row_bytes * lanes)) * lanes
         for row in range(0, tensor.n_rows, rows_at_once):
             n_rows = min(rows_at_once, tensor.n_rows - row)
             n_bytes = n_rows * tensor.row_bytes
@@ -140,10 +146,7 @@ class Packer:
             raw = self._buffer[:n_bytes]
             tensor.read_into(raw, row * tensor.row_bytes)
             check_finite(tensor, raw)
-            rows, format = raw.reshape(n_rows, -1), tensor.format.name
-            if self._all_as:
-                rows, format = encode(self._all_as, tensor.format.dequantize(rows)), self._all_as.upper()
-            pack_rows(self._team, self._isa, format, rows, matrix, part, row)
+            pack_rows(self._team, self._isa, tensor.format.name, raw.reshape(n_rows, -1), matrix, part, row)
 
 
 def pack_rows(

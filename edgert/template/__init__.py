@@ -13,7 +13,7 @@ from edgert.errors import ModelFileError, RequestError
 from edgert.template.fallback import FAMILIES, family_of
 
 if TYPE_CHECKING:
-    from edgert.quantize.gguf_file import GGUFFile
+    from edgert.quantize.gguf_file import Model
     from edgert.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class ChatTemplate:
 
     @classmethod
     def from_gguf(
-        cls, file: GGUFFile, override: str | None = None, tokenizer: Tokenizer | None = None
+        cls, file: Model[Any], override: str | None = None, tokenizer: Tokenizer | None = None
     ) -> ChatTemplate | None:
         """The file's template, or the one of its family, with a warning, or None: then it cannot chat.
 

@@ -13,7 +13,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,12 +23,12 @@ from edgert.tokenizer.pretokenizer import Rule, splitter
 from edgert.tokenizer.vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
 
 if TYPE_CHECKING:
-    from edgert.quantize.gguf_file import GGUFFile
+    from edgert.quantize.gguf_file import Model
 
 _SPACE = "▁"
 _CACHED_WORDS = 1 << 16
 _CACHED_LENGTH = 64  # characters; longer words are rare and not kept
-_BUILT: WeakKeyDictionary[GGUFFile, Tokenizer] = WeakKeyDictionary()
+_BUILT: WeakKeyDictionary[Model[Any], Tokenizer] = WeakKeyDictionary()
 _MARKER = re.compile(r"<[|｜].*[|｜]>|</?(start|end)_of_\w+>|\[/?INST\]", re.DOTALL)
 
 
@@ -63,7 +63,7 @@ class Tokenizer:
             self._joiner = b" "
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile) -> Tokenizer:
+    def from_gguf(cls, file: Model[Any]) -> Tokenizer:
         """The tokenizer of a file, which may be closed afterwards; built once for each open file.
 
         Raises: ModelFileError that names the key; UnsupportedFormatError for other kinds of tokenizers.

@@ -13,7 +13,7 @@ from edgert.errors import ModelFileError, UnsupportedFormatError
 from edgert.tokenizer.pretokenizer import RULES, Rule
 
 if TYPE_CHECKING:
-    from edgert.quantize.gguf_file import GGUFFile
+    from edgert.quantize.gguf_file import Model
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Vocabulary:
     rstrip: frozenset[int]
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile) -> Vocabulary:
+    def from_gguf(cls, file: Model[Any]) -> Vocabulary:
         """Reads and checks the tokenizer.* keys.
 
         Raises: ModelFileError that names the key; UnsupportedFormatError for other kinds of tokenizers.
@@ -137,7 +137,7 @@ class Vocabulary:
         )
 
 
-def _named_ids(file: GGUFFile, n: int, spm: bool) -> dict[str, int | None]:
+def _named_ids(file: Model[Any], n: int, spm: bool) -> dict[str, int | None]:
     ids = {
         name: _token_id(file, f"tokenizer.ggml.{name}_token_id", n) for name in ("bos", "eos", "eot", "eom", "unknown")
     }
@@ -166,7 +166,7 @@ def _end_ids(
     return frozenset(end), named["eot"] if named["eot"] is not None else min(turns, default=None)
 
 
-def _rstrip(file: GGUFFile, ids: dict[bytes, int], types: NDArray[np.int32]) -> frozenset[int]:
+def _rstrip(file: Model[Any], ids: dict[bytes, int], types: NDArray[np.int32]) -> frozenset[int]:
     """Phi-3's special tokens swallow white space; its files do not say so, but by their name."""
     name = str(file.metadata.get("general.name", "")).lower()
     if "phi-3" not in name and "phi3" not in name:
@@ -196,7 +196,7 @@ def _ordinary(
     return ids
 
 
-def _strings(file: GGUFFile, key: str) -> list[bytes]:
+def _strings(file: Model[Any], key: str) -> list[bytes]:
     try:
         return file.metadata.strings(key)
     except (KeyError, TypeError):
@@ -205,7 +205,7 @@ def _strings(file: GGUFFile, key: str) -> list[bytes]:
         ) from None
 
 
-def _numbers(file: GGUFFile, key: str, n: int, dtype: Any) -> NDArray[Any] | None:
+def _numbers(file: Model[Any], key: str, n: int, dtype: Any) -> NDArray[Any] | None:
     if key not in file.metadata:
         return None
     values = file.get(key, np.ndarray)
@@ -217,7 +217,7 @@ def _numbers(file: GGUFFile, key: str, n: int, dtype: Any) -> NDArray[Any] | Non
     return values
 
 
-def _token_id(file: GGUFFile, key: str, n: int) -> int | None:
+def _token_id(file: Model[Any], key: str, n: int) -> int | None:
     if key not in file.metadata:
         return None
     value = file.get(key, int)
@@ -228,7 +228,7 @@ def _token_id(file: GGUFFile, key: str, n: int) -> int | None:
     return value
 
 
-def _rule(file: GGUFFile, name: str | None) -> Rule:
+def _rule(file: Model[Any], name: str | None) -> Rule:
     name = name or file.get("tokenizer.ggml.pre", str, "")
     if not name:
         logger.warning(
@@ -245,7 +245,7 @@ def _rule(file: GGUFFile, name: str | None) -> Rule:
     return RULES[name]
 
 
-def _warn_of_oddities(file: GGUFFile, tokens: list[bytes], ids: dict[bytes, int]) -> None:
+def _warn_of_oddities(file: Model[Any], tokens: list[bytes], ids: dict[bytes, int]) -> None:
     if b"" in ids:
         logger.warning("%s: token %d of the vocabulary is empty.", file.path, ids[b""])
     if len(ids) != len(tokens):
