@@ -17,6 +17,7 @@ from edgert.quantize.rounding.grids import GRIDS, Grid, grid_of
 __all__ = ["GRIDS", "Grid", "grid_of", "quantize"]
 
 _FLOATS = ("F32", "F16", "BF16")
+_KERNELS = {"plain": "plain", "ggml": "weighted", "search": "search"}
 _UNITS = 64  # of sixteen blocks; what a thread takes at a time
 
 
@@ -31,7 +32,8 @@ def quantize(
     """Rounds float32 (rows, n_cols) to uint8 (rows, row_bytes).
 
     importance: float32 (n_cols,), the mean squared inputs of the columns; without it the bytes are ggml's
-    method:     "plain" (no importance), "ggml" (ggml's use of it, byte for byte)
+    method:     "plain": importance is not used; "ggml": used as ggml uses it, byte for byte; "search" (what importance
+                is for): the sum of importance times squared error of a block is at most ggml's, and mostly below
     Raises:     UnsupportedFormatError for a format that cannot be written; ValueError for shapes that do not fit, or
                 values that are not finite; ModelFileError where a scale is too large for f16
     """
@@ -39,6 +41,8 @@ def quantize(
     if target is None or (target.name not in GRIDS and target.name not in _FLOATS):
         grid_of(format)
         raise AssertionError
+    if method is not None and method not in _KERNELS:
+        raise ValueError(f"method {method!r}; it is one of {', '.join(_KERNELS)}")
     values = np.ascontiguousarray(values, np.float32)
     if values.ndim != 2:
         raise ValueError(f"a tensor of {values.ndim} dimensions; quantize takes rows and columns")
@@ -56,7 +60,7 @@ def quantize(
     if target.name in _FLOATS:
         out[:] = _floats(values, target.name)
     else:
-        _blocks(values, target, importance, method or ("plain" if importance is None else "ggml"), out, n_threads)
+        _blocks(values, target, importance, method or ("plain" if importance is None else "search"), out, n_threads)
     _check_written(target, out)
     return out
 
@@ -106,7 +110,7 @@ def _blocks(
         method = "plain"
     elif GRIDS[target.name].spread == ("row", 1):
         kernels.mean_squares(values, sigma2)
-    kernel = kernels.quantizer(target.name, "plain" if method == "plain" else "weighted")
+    kernel = kernels.quantizer(target.name, _KERNELS[method])
     n_units = -(-n_blocks // 16)
 
     def run(first: int) -> None:

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from edgert.quantize.blocks import k4_scales
 from edgert.quantize.jit import inline, jit
+from edgert.quantize.jit.lanes import vf
 from edgert.quantize.rounding import packing
 from edgert.quantize.rounding.grids import GRIDS
-from edgert.quantize.rounding.kernels import lanes_of, method_of
+from edgert.quantize.rounding.kernels import lanes_of, mean_square, method_of, weigh
 
 
 @inline
@@ -35,18 +36,18 @@ def _head_out(d, m, ls, lm, first, n, n_sub, d_lanes, m_lanes, ls_lanes, lm_lane
 def fitter(name: str, method: str) -> Any:
     """The kernel fit(values, weights, codes, d, m, ls, lm) that chooses what a block stores, and its codes.
 
-    method:   a fit of ggml.py or search.py: plain (weights are not read), weighted or search
+    method:   plain (ggml's without weights), weighted (ggml's search under the weights) or search (see search.py)
     values:   float32 (n, block_size)
     weights:  float32 (n, block_size), of the squared error of each element; must not be negative
     """
     grid = GRIDS[name]
     fit = method_of(name, method)
-    size, n_sub = grid.block_size, grid.n_sub
+    size, n_sub, searching = grid.block_size, grid.n_sub, method == "search"
 
     @jit(f"fit.{method}.{name}")
     def kernel(values, weights, codes, d, m, ls, lm):
         staged = np.zeros(16 * size, np.float32)
-        x, w = np.empty(16 * size, np.float32), np.empty(16 * size, np.float32)
+        x, w, w_ggml = np.empty(16 * size, np.float32), np.empty(16 * size, np.float32), np.empty(16 * size, np.float32)
         d_lanes, m_lanes = np.empty(16, np.float32), np.empty(16, np.float32)
         ls_lanes, lm_lanes = np.empty(16 * n_sub, np.int32), np.empty(16 * n_sub, np.int32)
         codes_lanes, scratch = np.empty(16 * size, np.int8), np.empty(16 * 48, np.float32)
@@ -58,7 +59,9 @@ def fitter(name: str, method: str) -> Any:
             for k in range(n):
                 staged[k * size : k * size + size] = values[first + k]
             lanes_of(staged, size, x)
-            fit(x, w, d_lanes, m_lanes, ls_lanes, lm_lanes, codes_lanes, scratch)
+            if searching:
+                weigh(x, w, size, vf(2.0) * mean_square(x, size), w_ggml)
+            fit(x, w, w_ggml if searching else w, d_lanes, m_lanes, ls_lanes, lm_lanes, codes_lanes, scratch)
             _head_out(d, m, ls, lm, first, n, n_sub, d_lanes, m_lanes, ls_lanes, lm_lanes)
             for k in range(n):
                 for i in range(size):

@@ -9,7 +9,7 @@ import numpy as np
 
 from edgert.quantize.jit import inline, jit
 from edgert.quantize.jit.lanes import load, root, store, turn, vf
-from edgert.quantize.rounding import ggml, packing
+from edgert.quantize.rounding import ggml, packing, search
 from edgert.quantize.rounding.grids import GRIDS
 
 
@@ -21,14 +21,15 @@ def lanes_of(staged, size, target):
 
 
 @inline
-def _weigh(x, w, size, sigma2):
+def weigh(x, w, size, sigma2, target):
+    """ggml's weights: the importance times the root of a mean square plus the element's own square."""
     for i in range(size):
         v = load(x, 16 * i)
-        store(w, 16 * i, load(w, 16 * i) * root(sigma2 + v * v))
+        store(target, 16 * i, load(w, 16 * i) * root(sigma2 + v * v))
 
 
 @inline
-def _mean_square(x, size):
+def mean_square(x, size):
     total = vf(0.0)
     for i in range(size):
         v = load(x, 16 * i)
@@ -37,15 +38,26 @@ def _mean_square(x, size):
 
 
 def method_of(name: str, method: str) -> Any:
-    """A fit of a format; Q8_0 has no weighted one."""
-    return getattr(ggml, f"{method}_{name.lower()}", None) or getattr(ggml, f"plain_{name.lower()}")
+    """The fit(x, w, w_ggml, d, m, ls, lm, codes, scratch) of a format: plain, weighted or search.
+
+    w: the weights of the error, which search makes small; w_ggml: what ggml weighs with (Q8_0: nothing)
+    """
+    if method == "search":
+        return search.searcher(GRIDS[name])
+    fit = getattr(ggml, f"{method}_{name.lower()}", None) or getattr(ggml, f"plain_{name.lower()}")
+
+    @inline
+    def ggmls(x, w, w_ggml, d, m, ls, lm, codes, scratch):
+        fit(x, w_ggml, d, m, ls, lm, codes, scratch)
+
+    return ggmls
 
 
 @functools.cache
 def quantizer(name: str, method: str) -> Any:
     """The kernel (values, importance, sigma2, out, n_blocks, row_blocks, first, last) of a format.
 
-    method:      plain or weighted
+    method:      plain, weighted (ggml's use of importance) or search
     values:      float32 (n_blocks * block_size,)
     importance:  float32 (row_blocks * block_size,); not read by plain
     sigma2:      float32 (rows,), the mean squares of the rows, where the format's weights need them
@@ -61,7 +73,7 @@ def quantizer(name: str, method: str) -> Any:
     @jit(f"{method}.{name}")
     def kernel(values, importance, sigma2, out, n_blocks, row_blocks, first, last):
         staged, packed = np.zeros(16 * size, np.float32), np.empty(16 * type_size, np.uint8)
-        x, w = np.empty(16 * size, np.float32), np.zeros(16 * size, np.float32)
+        x, w, w_ggml = np.empty(16 * size, np.float32), np.empty(16 * size, np.float32), np.empty(16 * size, np.float32)
         d, m, ls, lm = np.empty(16, np.float32), np.empty(16, np.float32), np.empty(16 * n_sub, np.int32), np.empty(
             16 * n_sub, np.int32)  # fmt: skip
         codes, scratch = np.empty(16 * size, np.int8), np.empty(16 * 48, np.float32)
@@ -79,10 +91,12 @@ def quantizer(name: str, method: str) -> Any:
             staged[n * size :] = np.float32(0)
             lanes_of(staged, size, x)
             if weighted and spread == "row":
-                _weigh(x, w, size, load(scratch, 0))
+                weigh(x, w, size, load(scratch, 0), w_ggml)
             elif weighted and spread == "block":
-                _weigh(x, w, size, vf(times) * _mean_square(x, size))
-            fit(x, w, d, m, ls, lm, codes, scratch)
+                weigh(x, w, size, vf(times) * mean_square(x, size), w_ggml)
+            elif weighted:
+                w_ggml[:] = w
+            fit(x, w, w_ggml, d, m, ls, lm, codes, scratch)
             pack(codes, d, m, ls, lm, packed, 0, type_size)
             out[block * type_size : (block + n) * type_size] = packed[: n * type_size]
 
