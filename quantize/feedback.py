@@ -1,0 +1,174 @@
+"""Rounding with error feedback on the stored grid: each column makes up for the errors before it, as in GPTQ.
+
+Rows are rounded column by column. With H the Hessian of a matrix's inputs and H = R D R^T (R unit upper triangular),
+the output error of a row is the sum of D_kk (x_k - q_k)^2, where x_k = w_k + sum over j < k of (w_j - q_j) R_jk: so
+each q_k is chosen nearest to x_k. What a block stores besides codes is fitted to the x of its columns when the first
+of them is reached, and stays. Then sweeps over all columns move each code to the best one given all others.
+
+Source: Frantar et al., GPTQ (2210.17323); Chee et al., QuIP (2307.13304), for the form without an inverse.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.errors import EdgertError
+from edgert.quantize.formats import FORMATS, Format
+from edgert.quantize.rounding.grids import grid_of
+
+Floats = NDArray[np.float32]
+
+DAMPING = 0.01  # of the mean diagonal: what calibration has seen of a column is never all
+TIED_DAMPING = 0.2  # an embedding that is the head too must also stay near its own values
+SWEEPS = 2
+SLAB_BYTES = 32 << 20  # of float32 that are rounded at a time; each takes five times as much beside
+WIDTH = 256  # columns between two matrix products
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """A damped Hessian, made ready for rounding; tensors with the same input share it.
+
+    hessian:     float32 (n_cols, n_cols), its mean diagonal 1
+    gains:       float32 (n_cols, n_cols), the unit upper triangular R
+    importance:  float32 (n_cols,), the Hessian's diagonal before the damping
+    scale:       the mean diagonal that the Hessian was given with
+    """
+
+    hessian: Floats
+    gains: Floats
+    importance: Floats
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, hessian: Floats, damping: float = DAMPING) -> Curvature:
+        """From float32 (n_cols, n_cols), the mean of x x^T over inputs x, in any scale.
+
+        damping:  added to the diagonal, as a share of its mean; more where the sum is not positive definite
+        Raises:   EdgertError for a Hessian of values that are not finite.
+        """
+        n = len(hessian)
+        diagonal = hessian.diagonal().astype(np.float64)
+        mean = float(diagonal.mean())
+        if not np.isfinite(mean) or not np.isfinite(hessian).all():
+            raise EdgertError("The inputs' Hessian holds NaN or infinity: the model's weights or texts are damaged.")
+        scaled = hessian / mean if mean > 0 else np.zeros((n, n), np.float32)
+        while True:
+            damped = scaled.astype(np.float64)
+            damped.flat[:: n + 1] += damping if mean > 0 else 1.0
+            try:
+                # The factor of the matrix in reverse order is lower triangular; turned back it is upper.
+                factor = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
+                break
+            except np.linalg.LinAlgError:
+                damping = max(10 * damping, 1e-3)
+        gains = (factor / factor.diagonal()).astype(np.float32)
+        importance = np.ascontiguousarray(scaled.diagonal(), np.float32)
+        if not importance.any():
+            importance = np.ones(n, np.float32)
+        return cls(damped.astype(np.float32), np.ascontiguousarray(gains), importance, mean)
+
+
+def quantize(
+    values: Floats,
+    format: Format | str,
+    curvature: Curvature,
+    importance: Floats | None = None,
+    *,
+    method: str = "weighted",
+    sweeps: int = SWEEPS,
+    n_threads: int = 1,
+) -> NDArray[np.uint8]:
+    """Rounds float32 (rows, n_cols) to uint8 (rows, row_bytes) so that the output error is small.
+
+    importance:  float32 (n_cols,), weights of the fit of scales; without it the Hessian's diagonal
+    method:      how scales are fitted, see rounding.quantize: weighted or search
+    sweeps:      how often all codes are gone over again
+
+    Raises: UnsupportedFormatError for a format that has no grid; ValueError for shapes that do not fit;
+    EdgertError where a scale is too large for f16.
+    """
+    from edgert.quantize import feedback_kernels
+
+    grid = grid_of(format)
+    rows, n_cols = values.shape
+    out = np.empty((rows, FORMATS[grid.name].row_bytes(n_cols)), np.uint8)
+    if curvature.hessian.shape != (n_cols, n_cols):
+        raise ValueError(f"a Hessian of {curvature.hessian.shape} for rows of {n_cols}")
+    weights = curvature.importance if importance is None else np.ascontiguousarray(importance, np.float32)
+    slab = max(64, SLAB_BYTES // (4 * n_cols) // 64 * 64)
+    with ThreadPoolExecutor(n_threads) as pool:
+        for first in range(0, rows, slab):
+            piece = feedback_kernels.Slab(values[first : first + slab], grid, pool, n_threads)
+            piece.feed(curvature.gains, weights, method, WIDTH)
+            for _ in range(sweeps):
+                if not piece.sweep(curvature.hessian, WIDTH):
+                    break
+            piece.pack(out[first : first + slab])
+    if not FORMATS[grid.name].is_finite(out):
+        raise EdgertError(f"A scale is too large for the f16 numbers of {grid.name}: keep the tensor in F32 or BF16.")
+    return out
+
+
+def output_error(difference: Floats, hessian: Floats) -> float:
+    """tr(dW H dW^T): the mean squared error of the outputs, summed over the rows.
+
+    difference:  float32 (rows, n_cols), by how much the rounded values are off
+    hessian:     float32 (n_cols, n_cols), the mean of x x^T over inputs x
+    """
+    total = 0.0
+    for row in range(0, len(difference), 4096):
+        piece = difference[row : row + 4096]
+        total += float(np.einsum("ij,ij->", piece @ hessian, piece, dtype=np.float64))
+    return total
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A tensor's blocks, uint8 (rows, row_bytes), how they were chosen, and their output error on held-out inputs."""
+
+    data: NDArray[np.uint8]
+    method: str
+    error: float
+
+
+def best(
+    values: Floats,
+    format: Format | str,
+    curvature: Curvature,
+    held_out: Curvature,
+    importance: Floats | None = None,
+    *,
+    method: str = "search",
+    n_threads: int = 1,
+) -> Rounded:
+    """Error feedback where it helps: the lower output error on inputs that calibration did not see decides.
+
+    curvature, held_out: of two parts of the calibration text
+    Raises: as quantize() and rounding.quantize().
+    """
+    from edgert.quantize import rounding
+
+    target = FORMATS[grid_of(format).name]
+    weights = curvature.importance if importance is None else importance
+    found = []
+    for name in ("feedback", method):
+        if name == "feedback":
+            data = quantize(values, target, curvature, weights, method=method, n_threads=n_threads)
+        else:
+            data = rounding.quantize(values, target, weights, method=method, n_threads=n_threads)
+        found.append(Rounded(data, name, error_of(data, target, values, held_out)))
+    return min(found, key=lambda one: one.error)
+
+
+def error_of(data: NDArray[np.uint8], format: Format, values: Floats, curvature: Curvature) -> float:
+    """The output error of blocks, as output_error() has it, in the scale of the inputs."""
+    total = 0.0
+    for row in range(0, len(values), 4096):
+        difference = format.dequantize(data[row : row + 4096]) - values[row : row + 4096]
+        total += output_error(difference, curvature.hessian)
+    return curvature.scale * total
