@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -70,14 +71,19 @@ class CalibrationEngine:
         self.n_vocab, self.n_ctx = backend.n_vocab, backend.n_ctx
         self.bos = tokenizer.bos_id if tokenizer.add_bos else None
         self._model, self._backend, self._opened = model, backend, opened
-        self._template: ChatTemplate | None = None
 
     def tokenize(self, text: str, *, add_special: bool = True) -> Tokens:
         return np.asarray(self.tokenizer.encode(text, add_special=add_special), np.int32)
 
+    @cached_property
+    def _template(self) -> ChatTemplate | None:
+        return ChatTemplate.from_gguf(self._model, tokenizer=self.tokenizer)  # warns where there is none
+
+    @property
+    def can_chat(self) -> bool:
+        return self._template is not None
+
     def render(self, messages: Sequence[Mapping[str, Any]]) -> Tokens:
-        if self._template is None:
-            self._template = ChatTemplate.from_gguf(self._model, tokenizer=self.tokenizer)  # which may warn
         if self._template is None:
             raise RequestError("messages", f"{self._model.path} has no chat template: give plain text")
         return np.asarray(self._template.encode(self.tokenizer, messages, add_generation_prompt=False), np.int32)

@@ -27,11 +27,15 @@ class Engine(Protocol):
     n_vocab:   size of the vocabulary
     n_ctx:     tokens that one call may take
     bos:       the token that texts begin with; None: none does
+    can_chat:  whether the model has a chat template
     """
 
     n_vocab: int
     n_ctx: int
     bos: int | None
+
+    @property
+    def can_chat(self) -> bool: ...
 
     def tokenize(self, text: str, *, add_special: bool = True) -> NDArray[np.int32]:
         """The ids of a text, int32 (n,); add_special puts the begin token first, if the model wants one."""

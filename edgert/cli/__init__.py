@@ -22,6 +22,7 @@ VERBS = {
     "show": "Show what a model is and what it costs.",
     "rm": "Delete a model.",
     "quantize": "Make a smaller model of a larger one.",
+    "imatrix": "Find out which columns of a model's weights matter.",
     "perplexity": "Measure how well a model predicts a text.",
     "bench": "Measure how fast a model is here.",
     "tokenize": "Show the tokens of a text.",
