@@ -18,7 +18,7 @@ __all__ = ["GRIDS", "Grid", "grid_of", "quantize"]
 
 _FLOATS = ("F32", "F16", "BF16")
 _KERNELS = {"plain": "plain", "ggml": "weighted", "search": "search"}
-_UNITS = 64  # of sixteen blocks; what a thread takes at a time
+_ELEMENTS = 1 << 18  # what a thread takes at a time
 
 
 def quantize(
@@ -48,7 +48,6 @@ def quantize(
         raise ValueError(f"a tensor of {values.ndim} dimensions; quantize takes rows and columns")
     rows, n_cols = values.shape
     out = np.empty((rows, target.row_bytes(n_cols)), np.uint8)
-    _check_finite(values)
     if importance is not None:
         importance = np.ascontiguousarray(importance, np.float32)
         if importance.shape != (n_cols,):
@@ -59,26 +58,18 @@ def quantize(
         return out
     if target.name in _FLOATS:
         out[:] = _floats(values, target.name)
+        suspects = list(range(rows))
     else:
-        _blocks(values, target, importance, method or ("plain" if importance is None else "search"), out, n_threads)
-    _check_written(target, out)
+        suspects = _blocks(values, target, importance, method or ("plain" if importance is None else "search"), out,
+                           n_threads)  # fmt: skip
+    for row in suspects:
+        if not np.isfinite(values[row]).all():
+            raise ValueError(f"row {row} holds NaN or infinity")
+        if not target.is_finite(out[row : row + 1]):
+            raise ModelFileError(
+                f"Row {row} holds values too large for the f16 numbers of {target}: keep it in F32 or BF16."
+            )
     return out
-
-
-def _check_finite(values: NDArray[np.float32]) -> None:
-    for row in range(0, len(values), 256):
-        piece = values[row : row + 256]
-        if not np.isfinite(piece.sum(dtype=np.float64)):  # NaN and infinity both survive a sum
-            bad = row + int(np.flatnonzero(~np.isfinite(piece).all(axis=1))[0])
-            raise ValueError(f"row {bad} holds NaN or infinity")
-
-
-def _check_written(target: Format, out: NDArray[np.uint8]) -> None:
-    if not target.is_finite(out):
-        bad = next(row for row in range(len(out)) if not target.is_finite(out[row : row + 1]))
-        raise ModelFileError(
-            f"Row {bad} holds values too large for the f16 numbers of {target}: keep it in F32 or BF16."
-        )
 
 
 def _floats(values: NDArray[np.float32], name: str) -> NDArray[np.uint8]:
@@ -98,29 +89,42 @@ def _blocks(
     method: str,
     out: NDArray[np.uint8],
     n_threads: int,
-) -> None:
+) -> list[int]:
+    """Fills uint8 (rows, row_bytes); returns the rows that may not be finite."""
     from edgert.quantize.rounding import kernels
 
     rows, n_cols = values.shape
-    row_blocks = n_cols // target.block_size
-    n_blocks = rows * row_blocks
-    sigma2 = np.zeros(rows, np.float32)
+    size, row_blocks = target.block_size, n_cols // target.block_size
+    n_units, rest = divmod(rows * row_blocks, 16)
+    sigma2 = np.zeros(rows + 16, np.float32)  # the last unit may end after the last row
     if importance is None:
-        importance = np.zeros(1, np.float32)
-        method = "plain"
+        importance, method = np.zeros(1, np.float32), "plain"
     elif GRIDS[target.name].spread == ("row", 1):
         kernels.mean_squares(values, sigma2)
     kernel = kernels.quantizer(target.name, _KERNELS[method])
-    n_units = -(-n_blocks // 16)
+    numbers, blocks = values.reshape(-1), out.reshape(-1)
+    step = max(1, _ELEMENTS // (16 * size))
 
-    def run(first: int) -> None:
-        last = min(first + _UNITS, n_units)
-        kernel(values.reshape(-1), importance, sigma2, out.reshape(-1), n_blocks, row_blocks, first, last)
+    def run(first: int) -> int:
+        """Does the units from `first` on; returns the first block of a unit that is not finite, or -1."""
+        n = min(step, n_units - first)
+        piece, space = numbers[16 * first * size :], blocks[16 * first * target.type_size :]
+        bad = kernel(piece, importance, sigma2, space, 16 * first, row_blocks, n)
+        return -1 if bad == n else 16 * (first + bad)
 
+    bad = [run(0)] if n_units else []  # the first call compiles
     if n_threads == 1:
-        for first in range(0, n_units, _UNITS):
-            run(first)
-        return
-    run(0)  # compiles, once
-    with ThreadPoolExecutor(n_threads) as pool:
-        list(pool.map(run, range(_UNITS, n_units, _UNITS)))
+        bad += [run(first) for first in range(step, n_units, step)]
+    else:
+        with ThreadPoolExecutor(n_threads) as pool:
+            bad += pool.map(run, range(step, n_units, step))
+    if rest:
+        first = 16 * n_units
+        piece, space = np.zeros(16 * size, np.float32), np.empty(16 * target.type_size, np.uint8)
+        piece[: rest * size] = numbers[first * size :]
+        if not kernel(piece, importance, sigma2, space, first, row_blocks, 1):
+            bad.append(first)
+        blocks[first * target.type_size :] = space[: rest * target.type_size]
+    return sorted(
+        {min(block + k, rows * row_blocks - 1) // row_blocks for block in bad if block >= 0 for k in range(16)}
+    )

@@ -55,10 +55,10 @@ def fitter(name: str, method: str) -> Any:
             n = min(16, len(values) - first)
             for k in range(n):
                 staged[k * size : k * size + size] = weights[first + k]
-            lanes_of(staged, size, w)
+            lanes_of(staged, 0, size, w)
             for k in range(n):
                 staged[k * size : k * size + size] = values[first + k]
-            lanes_of(staged, size, x)
+            lanes_of(staged, 0, size, x)
             if searching:
                 weigh(x, w, size, vf(2.0) * mean_square(x, size), w_ggml)
             fit(x, w, w_ggml if searching else w, d_lanes, m_lanes, ls_lanes, lm_lanes, codes_lanes, scratch)

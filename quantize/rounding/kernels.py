@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from edgert.quantize.jit import inline, jit
-from edgert.quantize.jit.lanes import load, root, store, turn, vf
+from edgert.quantize.jit.lanes import load, root, some, store, turn, vf
 from edgert.quantize.rounding import ggml, packing, search
 from edgert.quantize.rounding.grids import GRIDS
 
 
 @inline
-def lanes_of(staged, size, target):
-    """float32 (16, size) -> lanes."""
+def lanes_of(values, at, size, target):
+    """float32 (16, size) from values[at] on -> lanes."""
     for i in range(0, size, 16):
-        turn(staged, i, size, target, 16 * i)
+        turn(values, at + i, size, target, 16 * i)
 
 
 @inline
@@ -53,16 +53,26 @@ def method_of(name: str, method: str) -> Any:
     return ggmls
 
 
+@inline
+def _finite(x, size, d, m):
+    """Whether the values and the stored scales of a unit are all finite."""
+    total = (load(d, 0) - load(d, 0)) + (load(m, 0) - load(m, 0))
+    for i in range(size):
+        total += load(x, 16 * i) - load(x, 16 * i)
+    return not some(total != vf(0.0))
+
+
 @functools.cache
 def quantizer(name: str, method: str) -> Any:
-    """The kernel (values, importance, sigma2, out, n_blocks, row_blocks, first, last) of a format.
+    """The kernel (values, importance, sigma2, out, block, row_blocks, n_units) -> unit of a format.
 
     method:      plain, weighted (ggml's use of importance) or search
-    values:      float32 (n_blocks * block_size,)
+    values:      float32 (16 * n_units * block_size,)
     importance:  float32 (row_blocks * block_size,); not read by plain
     sigma2:      float32 (rows,), the mean squares of the rows, where the format's weights need them
-    out:         uint8 (n_blocks * type_size,)
-    first, last: the units of sixteen blocks to do
+    out:         uint8 (16 * n_units * type_size,)
+    block:       the index in the tensor of the first block
+    Returns the first unit whose values, or whose scales in f16, are not finite; n_units where there is none.
     """
     grid = GRIDS[name]
     fit, pack = method_of(name, method), getattr(packing, name.lower())
@@ -71,34 +81,34 @@ def quantizer(name: str, method: str) -> Any:
     spread, times = grid.spread or ("", 0)
 
     @jit(f"{method}.{name}")
-    def kernel(values, importance, sigma2, out, n_blocks, row_blocks, first, last):
-        staged, packed = np.zeros(16 * size, np.float32), np.empty(16 * type_size, np.uint8)
+    def kernel(values, importance, sigma2, out, block, row_blocks, n_units):
         x, w, w_ggml = np.empty(16 * size, np.float32), np.empty(16 * size, np.float32), np.empty(16 * size, np.float32)
         d, m, ls, lm = np.empty(16, np.float32), np.empty(16, np.float32), np.empty(16 * n_sub, np.int32), np.empty(
             16 * n_sub, np.int32)  # fmt: skip
         codes, scratch = np.empty(16 * size, np.int8), np.empty(16 * 48, np.float32)
-        for unit in range(first, last):
-            block = 16 * unit
-            n = min(16, n_blocks - block)
+        bad = n_units
+        for unit in range(n_units):
+            lanes_of(values, 16 * unit * size, size, x)
             if weighted:
-                for k in range(n):
-                    column = (block + k) % row_blocks * size
-                    staged[k * size : k * size + size] = importance[column : column + size]
+                for k in range(16):
+                    row, column = divmod(block + 16 * unit + k, row_blocks)
+                    for i in range(0, size, 16):
+                        store(w_ggml, k * size + i, load(importance, column * size + i))
                     if spread == "row":
-                        scratch[k] = sigma2[(block + k) // row_blocks]
-                lanes_of(staged, size, w)
-            staged[: n * size] = values[block * size : (block + n) * size]
-            staged[n * size :] = np.float32(0)
-            lanes_of(staged, size, x)
-            if weighted and spread == "row":
-                weigh(x, w, size, load(scratch, 0), w_ggml)
-            elif weighted and spread == "block":
-                weigh(x, w, size, vf(times) * mean_square(x, size), w_ggml)
-            elif weighted:
-                w_ggml[:] = w
+                        scratch[k] = sigma2[row]
+                lanes_of(w_ggml, 0, size, w)
+                if spread == "row":
+                    weigh(x, w, size, load(scratch, 0), w_ggml)
+                elif spread == "block":
+                    weigh(x, w, size, vf(times) * mean_square(x, size), w_ggml)
+                else:
+                    for i in range(size):
+                        store(w_ggml, 16 * i, load(w, 16 * i))
             fit(x, w, w_ggml, d, m, ls, lm, codes, scratch)
-            pack(codes, d, m, ls, lm, packed, 0, type_size)
-            out[block * type_size : (block + n) * type_size] = packed[: n * type_size]
+            pack(codes, d, m, ls, lm, out, 16 * unit * type_size, type_size)
+            if bad == n_units and not _finite(x, size, d, m):
+                bad = unit
+        return bad
 
     return kernel
 
