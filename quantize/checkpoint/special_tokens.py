@@ -43,7 +43,7 @@ def special_keys(
             notices.append(f"the {kind} token has the id {id}, beyond the {n_vocab:,} tokens, and is left out")
             del named[kind]
     generation = load_json(folder / "generation_config.json")
-    named |= _further_ends(named.get("eos"), generation.get("eos_token_id", config.get("eos_token_id")), ids, n_vocab)
+    named |= _further_ends(named, generation.get("eos_token_id", config.get("eos_token_id")), ids, n_vocab)
     keys = {f"tokenizer.ggml.{_KINDS.get(kind, kind)}_token_id": Value.u32(id) for kind, id in named.items()}
     for kind, adds in _put_around(tokenizer, settings, named, ids).items():
         keys[f"tokenizer.ggml.add_{kind}_token"] = Value.boolean(adds)
@@ -66,20 +66,19 @@ def _named_ids(config: dict[str, Any], settings: dict[str, Any], ids: dict[str, 
     return named
 
 
-def _further_ends(eos: int | None, ends: Any, ids: dict[str, int], n_vocab: int) -> dict[str, int]:
+def _further_ends(named: dict[str, int], ends: Any, ids: dict[str, int], n_vocab: int) -> dict[str, int]:
     """GGUF names one token for the end of a text, one for a turn's and one for a message's."""
-    others = [
-        id for id in (ends if isinstance(ends, list) else [ends]) if type(id) is int and 0 <= id < n_vocab and id != eos
-    ]
-    messages = [id for id in others if id in {ids.get(text) for text in _END_OF_MESSAGE}]
-    turns = [id for id in others if id not in messages]
-    turns.sort(key=lambda id: id not in {ids.get(text) for text in _END_OF_TURN})
+    known = {named.get("eos"), named.get("bos")}  # a config's untouched default may call the begin an end
+    ends = ends if isinstance(ends, list) else [ends]
+    others = [id for id in ends if type(id) is int and 0 <= id < n_vocab and id not in known]
+    messages = {ids.get(text) for text in _END_OF_MESSAGE}
+    turns = {ids.get(text) for text in _END_OF_TURN}
     found = {}
-    if turns:
-        found["eot"] = turns[0]
-    if messages:
-        found["eom"] = messages[0]
-    return found if eos is not None else ({"eos": turns[0]} if turns else {})
+    if of_message := [id for id in others if id in messages]:
+        found["eom"] = of_message[0]
+    if of_turn := sorted((id for id in others if id not in messages), key=lambda id: id not in turns):
+        found["eot" if "eos" in named else "eos"] = of_turn[0]
+    return found
 
 
 def _put_around(

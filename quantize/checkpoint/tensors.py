@@ -105,6 +105,14 @@ class Mapping:
                 self.skipped.append((name, reason))
                 continue
             target = self._target(name)
+            if target is None and name.endswith(".bias") and _is_zero(entry):
+                self.skipped.append((name, "all zeros"))
+                continue
+            if target is None:
+                raise UnsupportedFormatError(
+                    f"{folder} has the tensor {name!r}, which edgert's {family.name} does not know: "
+                    "without it the answers would be wrong."
+                )
             if target in self._found:
                 raise ModelFileError(
                     f"{folder} holds {target!r} twice: as {self._found[target].name!r} and as {name!r}."
@@ -116,8 +124,8 @@ class Mapping:
             self._found[target] = entry
         self._in_first_layer = {name.removeprefix("blk.0.") for name in self._found if name.startswith("blk.0.")}
 
-    def _target(self, name: str) -> str:
-        """The GGUF name of a checkpoint's tensor."""
+    def _target(self, name: str) -> str | None:
+        """The GGUF name of a checkpoint's tensor; None for one that the family does not have."""
         for prefix in _PREFIXES:
             if not name.startswith(prefix):
                 continue
@@ -127,10 +135,7 @@ class Mapping:
             layer = re.fullmatch(r"layers\.(\d{1,6})\.(.+)", rest)
             if layer and layer[2] in self.family.layer_names:
                 return f"blk.{int(layer[1])}.{self.family.layer_names[layer[2]]}"
-        raise UnsupportedFormatError(
-            f"{self.folder} has the tensor {name!r}, which edgert's {self.family.name} does not know: "
-            "without it the answers would be wrong."
-        )
+        return None
 
     @property
     def n_vocab(self) -> int:
@@ -206,6 +211,12 @@ class Mapping:
                 "or config.json belongs to another model."
             )
         return self._found[name]
+
+
+def _is_zero(entry: Entry) -> bool:
+    data = bytearray(entry.n_bytes)
+    entry.read_into(data)
+    return not any(data)
 
 
 def same_values(a: Entry, b: Entry) -> bool:

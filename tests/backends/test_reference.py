@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints import CONFIGS, SIZES, make_model
 from gguf import GGMLQuantizationType as Type
+from llama_oracle import llama_cpp_logits, llama_cpp_tokens
 from reference import Reference, kl_divergence
 from tiny import FAMILIES, vocabulary_metadata, write_gguf
 
@@ -17,88 +18,11 @@ TEXT = (
     "The lighthouse keeper counted the ships that passed before the storm, and wrote each name in a book. "
     "In the morning the sea was calm again, and only one of them had come back to the harbour."
 )
-SIZES = {"n_embd": 96, "n_head": 6, "n_head_kv": 2, "head_dim": 16, "n_ff": 160, "n_vocab": 384, "n_layer": 3}
-
-HF_CONFIG: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
-    "llama-bias": (
-        "LlamaForCausalLM",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "head_dim": 32, "attention_bias": True},
-    ),
-    "llama-linear": (
-        "LlamaForCausalLM",
-        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
-    ),
-    "llama-3": (
-        "LlamaForCausalLM",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
-    ),
-    "qwen2": ("Qwen2ForCausalLM", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
-    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-    "gemma3": (
-        "Gemma3ForCausalLM",
-        {
-            "head_dim": 32,
-            "num_hidden_layers": 7,
-            "sliding_window": 13,
-            "query_pre_attn_scalar": 32,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            },
-        },
-    ),
-}
-
-
-def random_transformer(name: str, tied: bool) -> Any:
-    torch = pytest.importorskip("torch", reason="transformers' implementation is the oracle: pip install torch")
-    transformers = pytest.importorskip("transformers", reason="its implementation is the oracle")
-    class_name, options = HF_CONFIG[name]
-    model_class = getattr(transformers, class_name)
-    config = model_class.config_class(
-        **{
-            "hidden_size": SIZES["n_embd"],
-            "intermediate_size": SIZES["n_ff"],
-            "num_hidden_layers": SIZES["n_layer"],
-            "num_attention_heads": SIZES["n_head"],
-            "num_key_value_heads": SIZES["n_head_kv"],
-            "vocab_size": SIZES["n_vocab"],
-            "max_position_embeddings": 512,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": tied,
-            "attn_implementation": "eager",
-            "pad_token_id": 0,
-            **options,
-        }
-    )
-    torch.manual_seed(1)
-    model = model_class(config).eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if key.endswith("norm.weight"):
-                parameter += torch.randn_like(parameter) * 0.2
-            elif key.endswith("o_proj.bias"):
-                parameter.zero_()  # edgert has none there
-            elif key.endswith(".bias"):
-                parameter += torch.randn_like(parameter) * 0.5
-            else:
-                parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
-    return model
 
 
 def write_transformer(path: Path, name: str, model: Any) -> Path:
     """The conversion to GGUF that llama.cpp defines: names, permuted q and k of llama, norms of gemma plus 1."""
-    family, config = name.split("-")[0], model.config
+    family, config = name.split("-")[0].replace("mistral", "llama"), model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     weights = {}
     for key, parameter in model.named_parameters():
@@ -168,13 +92,13 @@ def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("name", HF_CONFIG)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_equals_transformers(name: str, tied: bool, tmp_path: Path) -> None:
     """90 tokens: past the original context of llama-3's scaling, and many windows of gemma3."""
-    model = random_transformer(name, tied)
+    model = make_model(name, tied)
     import torch
 
-    tokens = np.random.default_rng(3).integers(0, SIZES["n_vocab"], 90)
+    tokens = np.random.default_rng(3).integers(0, SIZES["vocab_size"], 90)
     with torch.no_grad():
         expected = model(torch.tensor(tokens)[None]).logits[0].numpy()
     logits = Reference(write_transformer(tmp_path / "model.gguf", name, model)).logits(tokens.tolist())
@@ -201,45 +125,6 @@ def test_causal(tiny_model: Callable[..., Path]) -> None:
     changed = model.logits([1, 2, 3, *tokens[3:]])
     assert np.abs(changed[9] - whole[9]).max() > 1e-3  # still sees token 2
     np.testing.assert_allclose(changed[10:], whole[10:], atol=1e-5)  # sees 3 to 10
-
-
-def llama_cpp_logits(path: Path, tokens: Sequence[int]) -> np.ndarray:
-    """llama.cpp's logits with plain kernels (no repacking) and a float32 cache."""
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp is the oracle: pip install llama-cpp-python")
-    n = len(tokens)
-    model_params = llama_cpp.llama_model_default_params()
-    model_params.use_extra_bufts = False
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx = params.n_batch = params.n_ubatch = 256
-    params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
-    params.flash_attn_type = 0
-    context = llama_cpp.llama_init_from_model(model, params)
-    batch = llama_cpp.llama_batch_init(n, 0, 1)
-    batch.n_tokens = n
-    for i, token in enumerate(tokens):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, 1
-        batch.seq_id[i][0] = 0
-    assert llama_cpp.llama_decode(context, batch) == 0
-    n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-    logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), (n, n_vocab)).copy()
-    llama_cpp.llama_batch_free(batch)
-    llama_cpp.llama_free(context)
-    llama_cpp.llama_model_free(model)
-    return logits
-
-
-def llama_cpp_tokens(path: Path, text: str) -> list[int]:
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp is the oracle: pip install llama-cpp-python")
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
-    out = (ctypes.c_int32 * 256)()
-    data = text.encode()
-    vocab = llama_cpp.llama_model_get_vocab(model)
-    n = llama_cpp.llama_tokenize(vocab, data, len(data), out, len(out), True, False)
-    llama_cpp.llama_model_free(model)
-    return list(out[:n])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

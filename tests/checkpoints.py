@@ -1,0 +1,296 @@
+"""Tiny random checkpoints in Hugging Face's format, made by transformers, with real small tokenizers.
+
+Sizes are odd on purpose (no multiple of 256, heads in groups, head_dim that is not n_embd / n_head), norms differ
+from 1 and biases from 0, so that what a conversion forgets changes the logits.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SIZES = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 384,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GEMMA3 = {
+    "head_dim": 32,
+    "num_hidden_layers": 7,
+    "sliding_window": 13,
+    "query_pre_attn_scalar": 32,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": ROPE,
+    },
+}
+# name -> class in transformers, what its config has besides SIZES
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"rope_parameters": ROPE}),
+    "llama-head": ("LlamaForCausalLM", {"rope_parameters": ROPE, "head_dim": 32}),
+    "llama-bias": ("LlamaForCausalLM", {"rope_parameters": ROPE, "head_dim": 32, "attention_bias": True}),
+    "llama-linear": ("LlamaForCausalLM", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}}),
+    "llama-3": ("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("MistralForCausalLM", {"rope_parameters": ROPE, "sliding_window": None, "head_dim": 32}),
+    "qwen2": ("Qwen2ForCausalLM", {"rope_parameters": {**ROPE, "rope_theta": 1e6}}),
+    "qwen3": ("Qwen3ForCausalLM", {"rope_parameters": {**ROPE, "rope_theta": 1e6}, "head_dim": 32}),
+    "gemma3": ("Gemma3ForCausalLM", GEMMA3),
+    "gemma3-linear": (
+        "Gemma3ForCausalLM",
+        {
+            **GEMMA3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": ROPE,
+            },
+        },
+    ),
+}
+CORPUS = """
+The lighthouse keeper counted the ships that passed before the storm, and wrote each name in a book. In the morning
+the sea was calm again, and only one of them had come back to the harbour. She asked the captain what he had seen;
+he said: "Nothing but water, and a light that went out at 3:45." Then they counted 12 crates, 340 barrels and 1 dog.
+def count(ships): return sum(1 for ship in ships if ship.name)  # what the keeper did, and what the others did not
+I'll say that we've seen it, they're sure it's there; you'd think he'd know, but I'm not the one who can't tell.
+"""
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def make_model(name: str, tied: bool = False, seed: int = 1, **changes: Any) -> Any:
+    """A random transformers model of CONFIGS in float32, whose logits are of the order of 1.
+
+    changes:  other values of the config
+    """
+    torch = pytest.importorskip("torch", reason="transformers makes the checkpoints: pip install torch")
+    transformers = pytest.importorskip("transformers", reason="it makes the checkpoints")
+    class_name, options = CONFIGS[name]
+    model_class = getattr(transformers, class_name)
+    settings = {**SIZES, "tie_word_embeddings": tied, "attn_implementation": "eager", **options, **changes}
+    torch.manual_seed(seed)
+    model = model_class(model_class.config_class(**settings)).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("norm.weight"):
+                parameter += torch.randn_like(parameter) * 0.2
+            elif key.endswith("o_proj.bias"):
+                parameter.zero_()  # edgert has none there; llama checkpoints made from Qwen have zeros
+            elif key.endswith(".bias"):
+                parameter += torch.randn_like(parameter) * 0.5
+            else:
+                parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
+    return model
+
+
+def logits_of(model: Any, tokens: list[int]) -> Any:
+    """transformers' logits, float32 (n, n_vocab)."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor(tokens)[None]).logits[0].float().numpy()
+
+
+def write_checkpoint(
+    folder: Path,
+    name: str = "llama",
+    *,
+    tied: bool = False,
+    dtype: str = "float32",
+    shard_size: str | None = None,
+    tokenizer: str | None = None,
+    **changes: Any,
+) -> Any:
+    """Saves a random model of CONFIGS as transformers does, and a tokenizer; returns the model.
+
+    shard_size:  as "100KB", to save several files and an index
+    tokenizer:   a name of TOKENIZERS; None: the family's habit
+    """
+    model = make_model(name, tied, **changes)
+    import torch
+
+    model = model.to(getattr(torch, dtype))
+    model.save_pretrained(folder, **({} if shard_size is None else {"max_shard_size": shard_size}))
+    write_tokenizer(folder, tokenizer or ("gemma" if name.startswith("gemma") else name.partition("-")[0]))
+    return model
+
+
+def write_tokenizer(folder: Path, name: str, n_vocab: int = 384) -> None:
+    """tokenizer.json and tokenizer_config.json of one of the kinds: llama, qwen2, qwen3, smollm, gemma, mistral."""
+    if name in ("gemma", "mistral"):
+        document, settings = _byte_fallback(n_vocab, gemma=name == "gemma")
+    else:
+        document, settings = _byte_level(n_vocab, name)
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(document, ensure_ascii=False), "utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, ensure_ascii=False), "utf-8")
+
+
+def _byte_level(n_vocab: int, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    words = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        + ("{1,3}" if name == "llama" else "")
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    if name == "smollm":
+        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    else:
+        steps = [
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    tokenizer = Tokenizer(models.BPE(ignore_merges=name == "llama"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=n_vocab - 10,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([CORPUS], trainer)
+    tokenizer.add_tokens(["<tool>", "two words"])
+    settings = {
+        "bos_token": "<|im_start|>",
+        "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True},
+        "pad_token": "<|endoftext|>",
+        "chat_template": CHATML,
+        "model_max_length": 512,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    if name == "llama":
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+        )
+    elif name.startswith("qwen"):
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    return json.loads(tokenizer.to_str()), settings
+
+
+def pieces_of(n_vocab: int) -> list[tuple[str, float, int]]:
+    """A SentencePiece BPE vocabulary trained on CORPUS: (piece, score, type), fewer than n_vocab."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    trainer = trainers.BpeTrainer(vocab_size=n_vocab - 262 - 8, show_progress=False)
+    tokenizer.train_from_iterator([CORPUS.replace("\n", " ")], trainer)
+    vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    learned = [text for text, _ in vocab if len(text) > 1]
+    letters = [text for text, _ in vocab if len(text) == 1]
+    control = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+    pieces = [(text, 0.0, 2 if text == "<unk>" else 3) for text in control]
+    pieces += [(f"<0x{i:02X}>", 0.0, 6) for i in range(256)]
+    return pieces + [(text, -float(i), 1) for i, text in enumerate([*learned, *letters])]
+
+
+def _byte_fallback(n_vocab: int, gemma: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    pieces = pieces_of(n_vocab)
+    ids = {text: i for i, (text, _, _) in enumerate(pieces)}
+    merges = []
+    for text, _, kind in pieces:
+        if kind == 1:
+            splits = [(text[:i], text[i:]) for i in range(1, len(text))]
+            merges += [list(split) for split in splits if split[0] in ids and split[1] in ids]
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    prepend = {"type": "Prepend", "prepend": "▁"}
+    bos = {"SpecialToken": {"id": "<bos>", "type_id": 0}}
+    text = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    special = {"<bos>": {"id": "<bos>", "ids": [ids["<bos>"]], "tokens": ["<bos>"]}}
+    added = [(text, i, True) for i, (text, _, kind) in enumerate(pieces) if kind in (2, 3)]
+    added += [("<tool>", len(pieces), False), ("▁▁▁▁", len(pieces) + 1, False)][: 2 if gemma else 1]
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            | {"id": i, "content": content, "special": is_special}
+            for content, i, is_special in added
+        ],
+        "normalizer": replace if gemma else {"type": "Sequence", "normalizers": [prepend, replace]},
+        "pre_tokenizer": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [bos, text[0]],
+            "pair": [bos, text[0], bos, text[1]],
+            "special_tokens": special,
+        },
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": "<unk>",
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": ids,
+            "merges": merges,
+        },
+    }
+    settings = {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "chat_template": "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}"
+        "<end_of_turn>\n{% endfor %}",
+        "tokenizer_class": "GemmaTokenizer" if gemma else "LlamaTokenizer",
+    }
+    return document, settings
+
+
+def sentencepiece_model(n_vocab: int, add_space_prefix: bool, kind: int = 2) -> bytes:
+    """The same vocabulary as tokenizer.model: a protocol buffer written by hand.
+
+    kind:  trainer_spec.model_type, 2 for BPE
+    """
+
+    def field(number: int, data: bytes) -> bytes:
+        return _varint(number << 3 | 2) + _varint(len(data)) + data
+
+    model = b""
+    for text, score, type in pieces_of(n_vocab):
+        piece = field(1, text.encode()) + b"\x15" + struct.pack("<f", score)
+        model += field(1, piece + (b"\x18" + _varint(type) if type != 1 else b""))
+    model += field(2, b"\x18" + _varint(kind) + b"\x20" + _varint(n_vocab) + _varint(35 << 3) + b"\1")
+    return model + field(3, field(1, b"identity") + b"\x18" + _varint(add_space_prefix))
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
