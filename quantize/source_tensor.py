@@ -44,8 +44,10 @@ class SourceTensor(ABC):
         stop = self.n_rows if stop is None else stop
         if not 0 <= start <= stop <= self.n_rows:
             raise ValueError(f"{self.name} has {self.n_rows} rows: no rows {start} to {stop}")
+        if start == stop:
+            return np.empty((0, self.n_cols), np.float32)
         values = self._read(start, stop)
-        if values.size and not (math.isfinite(values.max()) and math.isfinite(values.min())):
+        if not (math.isfinite(values.max()) and math.isfinite(values.min())):
             row, column = np.argwhere(~np.isfinite(values))[0]
             raise ModelFileError(
                 f"{self.described}: row {start + row}, column {column} is {values[row, column]}; "

@@ -224,8 +224,8 @@ def _byte_fallback(n_vocab: int, gemma: bool) -> tuple[dict[str, Any], dict[str,
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            | {"id": i, "content": content, "special": is_special}
+            dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+            | {"id": i, "content": content, "special": is_special, "normalized": "▁" in content}
             for content, i, is_special in added
         ],
         "normalizer": replace if gemma else {"type": "Sequence", "normalizers": [prepend, replace]},

@@ -108,7 +108,9 @@ def _put_around(
 def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, Value]:
     """The default chat template, and others by name. A file of its own wins, as in transformers."""
     templates: dict[str, str] = {}
-    stored = settings.get("chat_template", load_json(folder / "chat_template.json").get("chat_template"))
+    stored = settings.get("chat_template")
+    if stored is None:
+        stored = load_json(folder / "chat_template.json").get("chat_template")
     if isinstance(stored, str):
         templates["default"] = stored
     elif isinstance(stored, list):
