@@ -18,6 +18,8 @@ from edgert.errors import EdgertError
 
 CHUNK = 1 << 18
 RETRIES = 5  # attempts in a row that bring no new byte
+CALLS = 2  # attempts in a row at a server that has not answered yet
+CONNECT_SECONDS = 5.0  # for a connection to be there; what comes over it may take longer
 Opener = Callable[[str, Mapping[str, str]], Any]
 
 
@@ -26,11 +28,16 @@ class DownloadError(EdgertError):
 
 
 class _Again(Exception):
-    """This attempt failed in a way that another may not; `wait` is what the server asked for, in seconds."""
+    """This attempt failed in a way that another may not.
 
-    def __init__(self, reason: str, wait: float = 0.0) -> None:
+    wait:      what the server asked for, in seconds
+    answered:  whether there was a server at all
+    """
+
+    def __init__(self, reason: str, wait: float = 0.0, *, answered: bool = True) -> None:
         super().__init__(reason)
         self.wait = wait
+        self.answered = answered
 
 
 def sha256_of(path: Path) -> str:
@@ -134,6 +141,7 @@ def fetch(
     part = target.with_name(target.name + ".part")
     notes = part.with_name(part.name + ".json")
     failed = spoilt = 0
+    answered = False
     while True:
         before = _size(part)
         try:
@@ -151,7 +159,8 @@ def fetch(
             break
         except _Again as error:
             failed = 0 if _size(part) > before else failed + 1
-            if failed >= RETRIES:
+            answered = answered or error.answered
+            if failed >= (RETRIES if answered else CALLS):
                 raise DownloadError(
                     f"{_name(url)} could not be fetched ({error}); {_size(part) / 1e6:.1f} MB are kept: "
                     "check the connection and give the same command again."
@@ -210,7 +219,7 @@ def _attempt(
                 f"{_name(url)} could not be fetched: the server answered {error.code} {error.reason}."
             ) from error
     except (OSError, http.client.HTTPException) as error:
-        raise _Again(str(getattr(error, "reason", error)) or type(error).__name__) from error
+        raise _Again(str(getattr(error, "reason", error)) or type(error).__name__, answered=False) from error
 
     with response:
         etag = response.headers.get("ETag") or ""

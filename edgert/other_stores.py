@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from edgert.download import DownloadError
+from edgert.download import CONNECT_SECONDS, DownloadError
 
 SCHEMES = ("hf", "ollama", "lmstudio", "llama.cpp")
 PREFERRED = ("Q4_K_M", "Q4_0", "Q4_1", "Q4_K_S", "IQ4_NL", "Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0")
@@ -186,28 +186,54 @@ def pull_from_hub(rest: str, progress: Callable[[str, int, int], None] | None = 
     repo, _, quant = rest.partition(":")
     if not _REPO.fullmatch(repo):
         raise DownloadError(f"{rest!r} does not name a repository: write hf:owner/repo or hf:owner/repo:Q4_K_M.")
-    import huggingface_hub
+    with _silent_hub() as hub:
+        try:  # one request that is not repeated: where there is no connection, the user learns it at once
+            files = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=CONNECT_SECONDS).siblings or ()]
+        except hub.errors.RepositoryNotFoundError as error:
+            raise DownloadError(
+                f"hf:{repo} is not there, or is private: check the name, or log in with `hf auth login`."
+            ) from error
+        except Exception as error:  # its own errors and those of the connection under it have no common base
+            raise DownloadError(
+                f"hf:{repo} could not be looked up ({_first_line(error)}): check the connection and try again."
+            ) from error
+        chosen, wanted = _wanted(repo, files, quant)
+        try:
+            paths = [Path(hub.hf_hub_download(repo, f, tqdm_class=_progress_class(f, progress))) for f in wanted]
+        except Exception as error:
+            raise DownloadError(
+                f"{chosen} of hf:{repo} could not be fetched ({_first_line(error)}); what arrived is kept: "
+                "check the connection and give the same command again."
+            ) from error
+    return paths[wanted.index(chosen)]
 
+
+@contextlib.contextmanager
+def _silent_hub() -> Iterator[Any]:
+    """huggingface_hub, which writes its warnings to standard error unless it is told not to."""
+    import huggingface_hub
+    import huggingface_hub.errors
+    from huggingface_hub.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
     try:
-        files = huggingface_hub.HfApi().list_repo_files(repo)
-    except Exception as error:  # its own errors and those of the connection under it have no common base
-        raise DownloadError(f"hf:{repo} could not be looked up ({_first_line(error)}).") from error
+        yield huggingface_hub
+    finally:
+        logging.set_verbosity(before)
+
+
+def _wanted(repo: str, files: list[str], quant: str) -> tuple[str, list[str]]:
+    """The file to load, and all that it needs. Raises: DownloadError when nothing fits."""
     chosen = choose(files, quant)
     if chosen is None:
         ggufs = [f for f in files if f.endswith(".gguf")]
         have = f"its GGUF files are {', '.join(ggufs[:8])}" if ggufs else "it holds no GGUF file"
         raise DownloadError(f"hf:{repo} has nothing that fits {quant or 'a text model'!r}; {have}.")
     shard = _SHARD.search(chosen)
-    wanted = [chosen]
-    if shard:
-        wanted = [f for f in sorted(files) if f.startswith(chosen[: shard.start()]) and _SHARD.search(f)]
-    try:
-        paths = [
-            Path(huggingface_hub.hf_hub_download(repo, f, tqdm_class=_progress_class(f, progress))) for f in wanted
-        ]
-    except Exception as error:
-        raise DownloadError(f"{chosen} of hf:{repo} could not be fetched ({_first_line(error)}).") from error
-    return paths[wanted.index(chosen)]
+    if shard is None:
+        return chosen, [chosen]
+    return chosen, [f for f in sorted(files) if f.startswith(chosen[: shard.start()]) and _SHARD.search(f)]
 
 
 def _first_line(error: Exception) -> str:

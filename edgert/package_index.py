@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from edgert.download import DownloadError
+from edgert.download import CONNECT_SECONDS, DownloadError
 
 # PEP 691
 ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
@@ -165,6 +166,36 @@ def default_index_url() -> str:
     raise DownloadError("No package index is known: set PIP_INDEX_URL, or install pip.")
 
 
+def _dialling(base: type[Any], **arguments: Any) -> type[Any]:
+    """A connection that is given up when it is not there within CONNECT_SECONDS, whatever pip's time limit."""
+
+    class Connection(base):  # type: ignore[misc]
+        def __init__(self, host: str, **options: Any) -> None:
+            super().__init__(host, **arguments, **options)
+
+        def connect(self) -> None:
+            patience, self.timeout = self.timeout, min(self.timeout, CONNECT_SECONDS)
+            super().connect()
+            self.timeout = patience
+            self.sock.settimeout(patience)
+
+    return Connection
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(_dialling(http.client.HTTPConnection), req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def __init__(self, context: ssl.SSLContext) -> None:
+        super().__init__(context=context)
+        self._connection = _dialling(http.client.HTTPSConnection, context=context)
+
+    def https_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(self._connection, req)
+
+
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """Follows redirects, and shows credentials only to the host that they were given for."""
 
@@ -212,7 +243,8 @@ class Client:
                 context.check_hostname = False
                 context.verify_mode = ssl.CERT_NONE
             handlers: list[urllib.request.BaseHandler] = [
-                urllib.request.HTTPSHandler(context=context),
+                _Http(),
+                _Https(context),
                 _Redirects(),
             ]
             if settings.proxy:

@@ -67,6 +67,7 @@ class Index:
 
     packages:  pages of the simple API: package -> [(file name, extra fields of PEP 691)]
     faults:    consumed one for each request for a file; none left: all goes well
+    delay:     seconds before an answer
     sent:      bytes of files sent so far
     """
 
@@ -80,6 +81,7 @@ class Index:
     login: str = ""
     hashes: bool = True
     bytes_per_second: float = 0.0
+    delay: float = 0.0
     requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     sent: int = 0
     url: str = ""
@@ -104,6 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         index: Index = self.server.index
+        time.sleep(index.delay)
         index.requests.append((self.path, {k.lower(): v for k, v in self.headers.items()}))
         if index.login:
             wanted = "Basic " + base64.b64encode(index.login.encode()).decode()
@@ -122,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        self._send(404, b"nothing here")
+        self._send(404, b"nothing here", X_Error_Code="RepoNotFound")  # as Hugging Face's hub says it
 
     def _send(self, status: int, body: bytes, **headers: str) -> None:
         self.send_response(status)

@@ -210,6 +210,32 @@ def test_interrupted_pull(environment: dict[str, str], tmp_path: Path) -> None:
         server.server_close()
 
 
+def test_without_a_network(edgert: Any, tmp_path: Path) -> None:
+    """One sentence within seconds, whoever is asked, and no words of the libraries below."""
+    nowhere = "http://127.0.0.1:9"
+    variables = {"HF_ENDPOINT": nowhere, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": f"{nowhere}/simple"}
+    for arguments in (["pull", "hf:no/such"], ["run", "-m", "hf:no/such", "-p", "x"], ["pull", "smollm2"]):
+        start = time.monotonic()
+        done = edgert(*arguments, **variables)
+        assert done.returncode == 1 and time.monotonic() - start < 20
+        lines = [line for line in done.stderr.splitlines() if line != "looking it up in the package index"]
+        assert len(lines) == 1 and "could not be looked up" in lines[0] and "check the connection" in lines[0]
+
+
+def test_a_repository_that_is_not_there(edgert: Any) -> None:
+    index = Index()
+    server = serve(index)
+    try:
+        done = edgert("pull", "hf:no/such", HF_ENDPOINT=index.url)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.returncode == 1
+    assert done.stderr == (
+        "edgert: hf:no/such is not there, or is private: check the name, or log in with `hf auth login`.\n"
+    )
+
+
 # run ------------------------------------------------------------------------------------------------
 
 

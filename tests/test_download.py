@@ -215,8 +215,27 @@ def test_a_refusal_is_not_repeated(fetcher: Fetcher, index: Index, status: int) 
 
 
 def test_no_server_at_all(tmp_path: Path) -> None:
+    pauses: list[float] = []
     with pytest.raises(DownloadError, match="check the connection"):
-        fetch("http://127.0.0.1:9/x", tmp_path / "x", open_url=Client().open, pause=lambda _: None)
+        fetch("http://127.0.0.1:9/x", tmp_path / "x", open_url=Client().open, pause=pauses.append)
+    assert len(pauses) == download.CALLS - 1 and sum(pauses) <= 1
+
+
+def test_a_server_that_went_away_is_waited_for(fetcher: Fetcher, index: Index) -> None:
+    """One that has answered before is asked as often as one that is busy."""
+    index.faults = [Fault(cut=100_000)]
+    real, calls = fetcher.client.open, 0
+
+    def open_url(url: str, headers: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if 1 < calls < download.RETRIES:
+            raise ConnectionRefusedError("nobody there")
+        return real(url, headers)
+
+    fetcher.client.open = open_url  # type: ignore[method-assign]
+    fetcher()
+    assert fetcher.target.read_bytes() == DATA and calls == download.RETRIES
 
 
 def test_space_is_checked_before(fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +65,38 @@ def test_no_such_package_and_no_connection_are_told_apart(index: Index) -> None:
         look(index.simple).wheel("nothing")
     with pytest.raises(DownloadError, match="could not be looked up"):
         look("http://127.0.0.1:9/simple").wheel("nothing")
+
+
+@pytest.fixture
+def black_hole() -> Iterator[str]:
+    """A port that drops what knocks: its queue of connections is full and nobody takes one."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("only Linux leaves a connection without an answer when the queue is full")
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_connection_that_does_not_come_is_given_up_soon(black_hole: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package_index, "CONNECT_SECONDS", 0.2)
+    start = time.monotonic()
+    with pytest.raises(DownloadError, match=r"could not be looked up \(127.0.0.1: timed out\)"):
+        look(f"{black_hole}/simple", timeout=60.0).wheel("nothing")
+    assert time.monotonic() - start < 5
+
+
+def test_a_slow_answer_has_the_time_that_pip_gives(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package_index, "CONNECT_SECONDS", 0.2)
+    index.delay = 0.6
+    assert look(index.simple).wheel("my-model").version == "1.0"
+    with pytest.raises(DownloadError, match="timed out"):
+        look(index.simple, timeout=0.3).wheel("my-model")
 
 
 def test_indexes_that_are_not_there_are_passed_over(index: Index, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -453,7 +454,8 @@ def test_pull_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return str(tmp_path / file)
 
     files = ["a-Q4_0-00001-of-00002.gguf", "a-Q4_0-00002-of-00002.gguf", "a-Q8_0.gguf"]
-    monkeypatch.setattr(hub.HfApi, "list_repo_files", lambda self, repo: files)
+    found = SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in files])
+    monkeypatch.setattr(hub.HfApi, "model_info", lambda self, repo, timeout: found)
     monkeypatch.setattr(hub, "hf_hub_download", download)
     path = store.pull("hf:own/repo", lambda *report: reports.append(report))
     assert path.name == files[0] and fetched == files[:2]
