@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgert.errors import BackendUnavailableError
+from edgert.errors import BackendUnavailableError, RequestError
 
 if TYPE_CHECKING:
     from edgert.backends.base import Backend
@@ -35,13 +35,36 @@ def load(
     from edgert.quantize.gguf_file import GGUFFile
 
     name = "cpu" if backend == "auto" else backend
-    if name not in NAMES:
+    if not isinstance(name, str) or name not in NAMES:
         raise BackendUnavailableError(f"There is no backend {backend!r}: choose auto, {', '.join(NAMES)}.")
     with GGUFFile.open(Path(path)) as file:
         if name == "cpu":
             from edgert.backends.cpu.backend import CpuBackend
 
+            _check(options, CpuBackend)
             return CpuBackend(file, n_ctx=n_ctx, n_threads=n_threads, progress=progress, **options)
         from edgert.backends.llama import LlamaBackend
 
+        _check(options, LlamaBackend)
         return LlamaBackend(file, n_ctx=n_ctx, n_threads=n_threads, **options)
+
+
+_KINDS = {"int": int, "str": str, "bool": bool}
+
+
+def _check(options: Mapping[str, Any], backend: type[Backend]) -> None:
+    """Raises: RequestError for an option that the backend does not have, or of another type than it says."""
+    import inspect
+
+    parameters = inspect.signature(backend).parameters
+    for name, value in options.items():
+        if name not in parameters:
+            raise RequestError(name, f"is not an option of this backend; known are {', '.join(parameters)}")
+        annotation, default = str(parameters[name].annotation), parameters[name].default
+        kind = _KINDS.get(annotation.removesuffix(" | None"))
+        if kind is None or (value is None and annotation.endswith(" | None")):
+            continue
+        if type(value) is not kind:
+            raise RequestError(name, f"must be of the type {kind.__name__}, not {type(value).__name__}")
+        if kind is int and value < (least := min(default, 1)):
+            raise RequestError(name, f"must be at least {least}, not {value}")

@@ -208,8 +208,16 @@ class EngineProcess:
 
         Raises: EdgertError when the model could not be loaded.
         """
-        if self._engine is None:
-            self._engine = self._receive()
+        return self.load()
+
+    def load(self, progress: Callable[[int, int], object] = lambda done, of: None) -> dict[str, Any]:
+        """As `engine`; progress: called with (kernels compiled, kernels to compile) until it is there."""
+        while self._engine is None:
+            answer = self._receive()
+            if "compiled" in answer:
+                progress(*answer["compiled"])
+            else:
+                self._engine = answer
         return self._engine
 
     def run(self, test: Test, warm_up: bool = False) -> int:
@@ -278,6 +286,7 @@ def measure(
     against: str | None = None,
     flash_attn: Sequence[str] = ("on", "off"),
     on_run: Callable[[str], object] = lambda _: None,
+    progress: Callable[[int, int], object] = lambda done, of: None,
     **options: Any,
 ) -> Iterator[Result]:
     """Runs the tests; with `against`, one run of each engine in turn, A B A B.
@@ -285,19 +294,27 @@ def measure(
     against:     "llama": llama.cpp on the same file and threads
     flash_attn:  what llama.cpp may use in a comparison; with several, the faster in a trial of each test
     on_run:      called with a text before each run
+    progress:    called with (kernels compiled, kernels to compile) while that is done
 
     Yields for each test one result, or two: the engine's own and the other's.
     """
+    from edgert import context
+    from edgert.quantize.gguf_file import GGUFFile
+
     facts = Facts.of(path)
     n_ctx = max(test.n_depth + test.n_prompt + test.n_gen for test in tests)
+    with GGUFFile.open(path) as file:
+        context.warn_beyond(file, n_ctx)
     engines = [EngineProcess(path, backend, n_ctx, n_threads, **options)]
     try:
+        on_run(f"loading {path.name}")
+        engines[0].load(progress)
         if against == "llama":
             threads = engines[0].engine["n_threads"]
             engines += [EngineProcess(path, "llama", n_ctx, threads, flash_attn=fa) for fa in flash_attn]
-        for engine in engines:
+        for engine in engines[1:]:
             on_run(f"loading {path.name}")
-            _ = engine.engine
+            engine.load()
         for test in tests:
             yield from _measure(facts, test, engines, repetitions, on_run)
     finally:
@@ -353,7 +370,7 @@ def serve() -> None:
     backend = None
     try:
         request = json.loads(sys.stdin.readline())
-        backend, facts = _load(request)
+        backend, facts = _load(request, lambda done, of: answer({"compiled": [done, of]}))
         answer(facts)
         runner = Runner(backend)
         for line in sys.stdin:
@@ -378,7 +395,7 @@ def serve() -> None:
             backend.close()
 
 
-def _load(request: dict[str, Any]) -> tuple[Backend, dict[str, Any]]:
+def _load(request: dict[str, Any], progress: Callable[[int, int], None]) -> tuple[Backend, dict[str, Any]]:
     from importlib.metadata import version
 
     from edgert import backends
@@ -390,6 +407,7 @@ def _load(request: dict[str, Any]) -> tuple[Backend, dict[str, Any]]:
         backend=request["backend"],
         n_ctx=request["n_ctx"],
         n_threads=n_threads,
+        progress=progress,
         **request["options"],
     )
     details = backend.verdict.details

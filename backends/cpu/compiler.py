@@ -198,6 +198,8 @@ def compile_all(names: Sequence[str], isa: Isa, progress: Progress | None = None
     A frozen application has no interpreter to start and compiles in its own process.
     """
     root = _compile_root(isa)
+    if progress:
+        progress(0, len(names))
     if getattr(sys, "frozen", False) or not sys.executable:
         for done, name in enumerate(names, 1):
             compile_one(name, isa)

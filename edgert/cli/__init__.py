@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import importlib.util
 import os
@@ -121,6 +122,7 @@ def main() -> None:
     """The entry point."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and hasattr(stream, "reconfigure"):
-            # A console or a pipe of another encoding must not end an answer.
-            stream.reconfigure(errors="replace")
+            # A console or a pipe of another encoding must not end an answer; without a locale it takes UTF-8.
+            ascii = codecs.lookup(stream.encoding).name == "ascii"
+            stream.reconfigure(encoding="utf-8" if ascii else None, errors="replace")
     sys.exit(run())

@@ -9,41 +9,34 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgert.cli.flags import flag
-from edgert.cli.loading import ProgressLine, model_path
+from edgert.cli.flags import CONTEXT, THREADS_HELP, Threads, flag
+from edgert.cli.loading import ProgressLine, compiling, model_path, notices
 
 if TYPE_CHECKING:
     from edgert.benchmark import Result
 
 
-class Numbers(click.ParamType):
-    """Whole numbers between commas."""
+class Several(click.ParamType):
+    """Values of a type between commas, each once."""
 
-    name = "N,..."
+    def __init__(self, type_: click.ParamType) -> None:
+        self._type = type_
+        self.name = f"{'N' if isinstance(type_, click.types.IntParamType) else type_.name},..."
 
-    def __init__(self, least: int) -> None:
-        self._least = least
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        """Raises: click.UsageError for anything else."""
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
+        """Raises: click.UsageError for a value that the type refuses."""
         if isinstance(value, list):
             return value
-        try:
-            numbers = [int(part) for part in str(value).split(",")]
-        except ValueError:
-            numbers = [self._least - 1]
-        if min(numbers) < self._least:
-            self.fail(f"{value!r} is not made of whole numbers from {self._least} on, between commas.", param, ctx)
-        return list(dict.fromkeys(numbers))
+        return list(dict.fromkeys(self._type.convert(part, param, ctx) for part in value.split(",")))
 
 
 @click.command()
 @flag("-m", "--model", metavar="MODEL,...", help="The models; without it, smollm2.")
-@click.option("-p", "--n-prompt", type=Numbers(0), default="512", show_default=True, help="Prefill; 0: none.")
-@click.option("-n", "--n-gen", type=Numbers(0), default="128", show_default=True, help="Decode; 0: none.")
-@click.option("-d", "--n-depth", type=Numbers(0), default="0", show_default=True, help="Tokens cached before.")
-@flag("-t", "--threads", type=Numbers(1), help="Threads; without it, as many as suit this machine.")
-@click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, help="Runs of a test.")
+@click.option("-p", "--n-prompt", type=Several(CONTEXT), default="512", show_default=True, help="Prefill; 0: none.")
+@click.option("-n", "--n-gen", type=Several(CONTEXT), default="128", show_default=True, help="Decode; 0: none.")
+@click.option("-d", "--n-depth", type=Several(CONTEXT), default="0", show_default=True, help="Tokens cached before.")
+@flag("-t", "--threads", type=Several(Threads()), help=THREADS_HELP)
+@click.option("-r", "--repetitions", type=click.IntRange(1, 1000), default=5, show_default=True, help="Runs of a test.")
 @flag("--backend", help="Which engine runs it: auto, cpu, llama.", default="auto", show_default=True)
 @click.option("--against", type=click.Choice(["llama"]), help="Run llama.cpp in turn on the same file and threads.")
 @click.option(
@@ -60,7 +53,7 @@ def command(
     n_prompt: list[int],
     n_gen: list[int],
     n_depth: list[int],
-    threads: list[int] | None,
+    threads: list[int | None] | None,
     repetitions: int,
     backend: str,
     against: str | None,
@@ -77,13 +70,17 @@ def command(
     tests = plan(n_prompt, n_gen, n_depth)
     if not tests:
         raise click.UsageError("-p and -n are both 0: nothing to measure.")
-    paths = [model_path(name) for name in model.split(",")] if model else [model_path(None)]
+    paths = [model_path(name) for name in model.split(",")] if model is not None else [model_path(None)]
     choices = ("on", "off") if flash_attn == "faster" else (flash_attn,)
     results: list[Result] = []
-    with ProgressLine() as line:
+    with ProgressLine() as line, notices(line):
         for path in paths:
             for n_threads in threads or (None,):
-                results += measure(path, tests, n_threads, repetitions, backend, against, choices, on_run=line.show)
+                results += measure(
+                    *(path, tests, n_threads, repetitions, backend, against, choices),
+                    on_run=line.show,
+                    progress=compiling(line),
+                )
     click.echo({"table": as_table, "json": as_json, "csv": as_csv}[output](results))
 
 

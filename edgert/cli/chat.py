@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edgert import store
 from edgert.cli.flags import flag, model_flags, request_of, sampling_flags
 from edgert.cli.loading import ProgressLine, load
+from edgert.cli.text import TEXT, decoded
 from edgert.errors import ContextFullError, EdgertError
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @model_flags
-@flag("-sys", "--system", metavar="TEXT", help="A system message.")
+@flag("-sys", "--system", type=TEXT, help="A system message.")
 @sampling_flags
 @flag("-v", "--verbose", is_flag=True, help="Show the rates after each answer.")
 def command(system: str | None, verbose: bool, **flags: Any) -> None:
@@ -28,12 +30,13 @@ def command(system: str | None, verbose: bool, **flags: Any) -> None:
 
     Write a message and press Enter; /? shows the commands, Ctrl+C stops an answer, Ctrl+D or /bye leaves.
     When standard input is not a terminal, all of it is one message: the answer goes to standard output.
+    Bytes that are not UTF-8 are replaced in what you type, and refused in files and standard input.
     """
     from edgert.conversation import Conversation
 
     request = request_of(flags)
-    name = str(flags["model"] or "smollm2")
-    piped = None if sys.stdin.isatty() else sys.stdin.buffer.read().decode("utf-8", "replace")
+    name = store.DEFAULT if flags["model"] is None else flags["model"]
+    piped = None if sys.stdin.isatty() else decoded(sys.stdin.buffer.read(), "Standard input")
     if piped is not None and not piped.strip():
         raise click.UsageError("Standard input is empty: there is nothing to answer.")
     with load(flags) as model:

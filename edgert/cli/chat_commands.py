@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgert.cli.text import decoded
 from edgert.conversation import Conversation
 from edgert.errors import EdgertError, RequestError
 
@@ -161,7 +162,7 @@ def _read(chat: Chat, rest: str) -> None:
         raise EdgertError(f"{path} cannot be read: {error.strerror}.") from error
     if b"\0" in data[:4096]:
         raise EdgertError(f"{path} is not a text file.")
-    text = data.decode("utf-8", "replace")
+    text = decoded(data, str(path))
     chat.attachment = f"{chat.attachment}\n\n{text}" if chat.attachment else text
     tokens = len(chat.model.tokenize(text, add_special=False))
     chat.note(f"{path.name}: {len(text):,} characters, {tokens:,} tokens; it comes before your next message.")

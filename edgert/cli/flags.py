@@ -11,6 +11,8 @@ from edgert.errors import RequestError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+CONTEXT = click.IntRange(0, 2**31 - 1)  # the type of -c: positions, or 0 for the model's
+
 # Flag of the command line -> field of SamplingParams or Options.
 FIELDS = {
     "n_predict": "max_tokens",
@@ -44,14 +46,37 @@ def json_flag(function: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
 
 
+THREADS_HELP = "Threads; -1, or without it: as many as suit this machine."
+
+
+class Threads(click.ParamType):
+    """A number of threads; -1 stands for None."""
+
+    name = "N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        """Raises: click.UsageError for 0, for what is less than -1, and for what is no number."""
+        number = click.INT.convert(value, param, ctx)
+        if number == -1:
+            return None
+        if number < 1:
+            self.fail(f"{number} is neither -1 (as many as suit this machine) nor a number from 1 on.", param, ctx)
+        return int(number)
+
+
+def threads_flag(function: F) -> F:
+    """-t, as llama.cpp has it."""
+    return flag("-t", "--threads", type=Threads(), help=THREADS_HELP)(function)
+
+
 def model_flags(function: F) -> F:
     """Which model, and how it is loaded."""
     return _stack(
         function,
         [
             flag("-m", "--model", metavar="MODEL", help="The model; without it, smollm2."),
-            flag("-c", "--ctx-size", type=click.IntRange(0), help="Context in tokens; 0: the model's."),
-            flag("-t", "--threads", type=int, help="Threads; 0: as many as suit this machine."),
+            flag("-c", "--ctx-size", type=CONTEXT, help="Context in tokens; 0: the model's."),
+            threads_flag,
             flag("--backend", help="Which engine runs it: auto, cpu, llama.", default="auto", show_default=True),
             flag(
                 "--chat-template",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgert import store
+from edgert.cli.text import decoded
 from edgert.errors import EdgertError
 
 if TYPE_CHECKING:
@@ -57,6 +58,12 @@ class ProgressLine:
             self.show(text)
             self._shown = state
 
+    def say(self, sentence: str) -> None:
+        """What is going on, once, for those who do not see the line."""
+        if not self._live and sentence != self._what:
+            self._what = sentence
+            click.echo(sentence, err=True)
+
     def show(self, text: str) -> None:
         """Replaces the line by a text, cut to the width of the terminal."""
         if self._live:
@@ -80,11 +87,21 @@ class ProgressLine:
         self.clear()
 
 
+def compiling(line: ProgressLine) -> Callable[[int, int], None]:
+    """`progress` of what compiles kernels: a bar, or a sentence where nobody would see it move."""
+
+    def progress(done: int, of: int) -> None:
+        line.say("compiling kernels for this processor, the first time only: about 10 seconds")
+        line.show(f"compiling, the first time only {bar(done / max(of, 1))} {done}/{of} kernels")
+
+    return progress
+
+
 def model_path(name: str | None) -> Path:
     """The file of the model that -m names. What is known and not here is fetched: asked for in a terminal
     when -m was not given, announced by a progress line otherwise."""
     asked = name is not None
-    name = name or store.DEFAULT
+    name = store.DEFAULT if name is None else name
     try:
         return store.resolve(name)
     except store.NotHereError as error:
@@ -111,9 +128,9 @@ def template_text(given: str | None) -> str | None:
     if given is None or not given.startswith("@"):
         return given
     try:
-        return Path(given[1:]).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise click.UsageError(f"--chat-template: {given[1:]} cannot be read ({error}).") from error
+        return decoded(Path(given[1:]).expanduser().read_bytes(), given[1:])
+    except OSError as error:
+        raise click.UsageError(f"--chat-template: {given[1:]} cannot be read: {error.strerror}.") from error
 
 
 @contextmanager
@@ -138,17 +155,14 @@ def load(flags: dict[str, Any]) -> Model:
     import edgert
 
     path = model_path(flags.pop("model"))
-    threads = flags.pop("threads")
     context = {} if (n_ctx := flags.pop("ctx_size")) is None else {"n_ctx": n_ctx}
     with ProgressLine() as line, notices(line):
         line.show(f"loading {path.name}")
         return edgert.load(
             path,
             **context,
-            n_threads=threads if threads and threads > 0 else None,
+            n_threads=flags.pop("threads"),
             backend=flags.pop("backend"),
             chat_template=template_text(flags.pop("chat_template")),
-            progress=lambda done, of: line.show(
-                f"compiling, the first time only {bar(done / max(of, 1))} {done}/{of} kernels"
-            ),
+            progress=compiling(line),
         )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgert.cli.flags import flag, json_flag
-from edgert.cli.loading import ProgressLine, model_path
+from edgert.cli.flags import CONTEXT, flag, json_flag, threads_flag
+from edgert.cli.loading import ProgressLine, compiling, model_path, notices
+from edgert.cli.text import decoded
 
 if TYPE_CHECKING:
     from edgert.quantize.divergence import Evaluation
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
     required=True,
     help="The text, UTF-8.",
 )
-@flag("-c", "--ctx-size", type=click.IntRange(4), default=512, show_default=True, help="Tokens of a chunk.")
+@flag("-c", "--ctx-size", type=CONTEXT, default=512, show_default=True, help="Tokens of a chunk; 0: the model's.")
 @flag("--chunks", type=click.IntRange(1), help="How many chunks at most; all of the text without it.")
 @click.option(
     "--against",
     metavar="MODEL|llama",
     help="Compare with another file of the same vocabulary, or with llama.cpp on the same file.",
 )
-@flag("-t", "--threads", type=int, help="Threads; 0: as many as suit this machine.")
+@threads_flag
 @flag("--backend", help="Which engine runs it: auto, cpu, llama.", default="auto", show_default=True)
 @json_flag
 def command(
@@ -51,34 +52,34 @@ def command(
     The text is cut into chunks of -c tokens and the second half of each is scored, as llama.cpp does it.
     With --against, also how far the predictions are from the other's: KL divergence and agreement.
     """
-    from edgert import backends
+    from edgert import backends, context
     from edgert.evaluate import check_same_vocabulary, chunks_of, evaluate
     from edgert.quantize.gguf_file import GGUFFile
     from edgert.tokenizer import Tokenizer
 
     path = model_path(model)
     base_path = path if against in (None, "llama") else model_path(against)
-    try:
-        text = text_path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"--file: {text_path} is not UTF-8 (byte {error.start}).") from error
-    text = text.removesuffix("\n")  # as llama.cpp reads a prompt file
-    with GGUFFile.open(path) as file:
+    text = decoded(text_path.read_bytes(), str(text_path)).removesuffix("\n")  # as llama.cpp reads a prompt file
+    line = ProgressLine()
+    with notices(line), GGUFFile.open(path) as file:
+        ctx_size = ctx_size or context.trained(file)
+        context.warn_beyond(file, ctx_size)
         tokenizer = Tokenizer.from_gguf(file)
         if base_path != path:
             with GGUFFile.open(base_path) as base_file:
                 check_same_vocabulary(tokenizer, Tokenizer.from_gguf(base_file))
     tokens = chunks_of(tokenizer, text, ctx_size, chunks)
-    n_threads = threads if threads and threads > 0 else None
     with ExitStack() as stack:
-        engine = backends.load(path, backend=backend, n_ctx=ctx_size, n_threads=n_threads)
+        stack.enter_context(line)
+        stack.enter_context(notices(line))
+        arguments: dict[str, Any] = {"n_ctx": ctx_size, "n_threads": threads, "progress": compiling(line)}
+        engine = backends.load(path, backend=backend, **arguments)
         stack.callback(engine.close)
         base = None
         if against is not None:
             kind = "llama" if against == "llama" else backend
-            base = backends.load(base_path, backend=kind, n_ctx=ctx_size, n_threads=n_threads)
+            base = backends.load(base_path, backend=kind, **arguments)
             stack.callback(base.close)
-        line = stack.enter_context(ProgressLine())
         result = evaluate(
             engine,
             tokens,

@@ -11,16 +11,17 @@ import click
 
 from edgert.cli.flags import flag, json_flag, model_flags, request_of, sampling_flags
 from edgert.cli.loading import ProgressLine, load
+from edgert.cli.text import TEXT, decoded
 
 
 @click.command()
 @model_flags
-@click.option("-p", "--prompt", metavar="TEXT", help="The prompt; standard input, if any, comes after it.")
+@click.option("-p", "--prompt", type=TEXT, help="The prompt; standard input, if any, comes after it.")
 @click.option("-f", "--file", metavar="FILE", help="A file with the prompt; -: standard input.")
-@flag("-sys", "--system", metavar="TEXT", help="A system message.")
+@flag("-sys", "--system", type=TEXT, help="A system message.")
 @click.option("--no-chat", "--raw", "raw", is_flag=True, help="Continue the text as it is, without the chat template.")
 @sampling_flags
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times.")
+@click.option("--stop", multiple=True, type=TEXT, help="End before this text; may be given several times.")
 @json_flag
 @flag("-v", "--verbose", is_flag=True, help="Say which engine runs, and the rates, on standard error.")
 def command(
@@ -30,7 +31,8 @@ def command(
 
     The prompt becomes the user's message in the model's chat template; --no-chat, or a model without a
     template, continues the bare text. The answer alone goes to standard output, piece by piece; --json
-    prints one object instead: text, tokens, finish_reason, timings.
+    prints one object instead: text, tokens, finish_reason, timings. Text must be UTF-8: other bytes are
+    refused, their place named.
     """
     text = read_prompt(prompt, file)
     request = request_of(flags)
@@ -79,15 +81,18 @@ def command(
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
-    """The prompt of -p, -f and standard input. Raises: click.UsageError when there is none."""
+    """The prompt of -p, -f and standard input.
+
+    Raises: click.UsageError when there is none; EdgertError for what is not UTF-8.
+    """
     parts = [] if prompt is None else [prompt]
     if file is not None and file != "-":
         try:
-            parts.append(Path(file).expanduser().read_bytes().decode("utf-8", "replace"))
+            parts.append(decoded(Path(file).expanduser().read_bytes(), file))
         except OSError as error:
             raise click.UsageError(f"--file: {file} cannot be read: {error.strerror}.") from error
     if file == "-" or (file is None and not sys.stdin.isatty() and (prompt is None or _is_fed())):
-        text = sys.stdin.buffer.read().decode("utf-8", "replace")
+        text = decoded(sys.stdin.buffer.read(), "Standard input")
         if text:
             parts.append(text)
     if not parts:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgert import store
-from edgert.cli.flags import flag, json_flag
+from edgert.cli.flags import CONTEXT, flag, json_flag
 from edgert.errors import EdgertError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ PROGRAM_PER_TOKEN = 113
 
 @click.command()
 @click.argument("model", default=store.DEFAULT)
-@flag("-c", "--ctx-size", type=click.IntRange(0), help="The context whose memory is told; 0: the model's.")
+@flag("-c", "--ctx-size", type=CONTEXT, help="The context whose memory is told; 0: the model's.")
 @click.option("--template", "only_template", is_flag=True, help="Print the chat template alone.")
 @json_flag
 def command(model: str, ctx_size: int | None, only_template: bool, as_json: bool) -> None:

@@ -8,12 +8,12 @@ import sys
 import click
 
 from edgert.cli.flags import flag, json_flag
-from edgert.errors import RequestError
+from edgert.cli.text import TEXT, decoded
 
 
 @click.command()
 @flag("-m", "--model", required=True, metavar="MODEL", help="A model, or a vocabulary-only GGUF file.")
-@click.option("-p", "--prompt", metavar="TEXT", help="The text; without it, standard input is read.")
+@click.option("-p", "--prompt", type=TEXT, help="The text; without it, standard input is read.")
 @click.option(
     "--no-special",
     is_flag=True,
@@ -34,7 +34,7 @@ def command(model: str, prompt: str | None, no_special: bool, as_json: bool) -> 
     path = store.resolve(model)
     with GGUFFile.open(path) as file:
         tokenizer = Tokenizer.from_gguf(file)
-    text = _stdin() if prompt is None else prompt
+    text = decoded(sys.stdin.buffer.read(), "Standard input") if prompt is None else prompt
     ids = tokenizer.encode(text, add_special=not no_special, parse_special=not no_special)
     if not as_json:
         click.echo(" ".join(map(str, ids)))
@@ -47,14 +47,3 @@ def command(model: str, prompt: str | None, no_special: bool, as_json: bool) -> 
         except UnicodeDecodeError:
             tokens.append({"id": token, "piece": list(piece)})
     click.echo(json.dumps({"model": model, "n_tokens": len(ids), "tokens": tokens}, ensure_ascii=False))
-
-
-def _stdin() -> str:
-    """Standard input, every byte of it: no line end is changed or taken away."""
-    data = sys.stdin.buffer.read()
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            "standard input", f"is not UTF-8 at byte {error.start}: convert the text first, or use -p"
-        ) from None

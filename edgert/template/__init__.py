@@ -142,7 +142,7 @@ class ChatTemplate:
         Raises: RequestError when the template refuses the messages, fails, or takes too long.
         """
         checked = _checked(messages)
-        tools = list(tools) if tools else None
+        tools = _objects("tools", tools)
         template = self._tool_template if tools else self._template
         shaped = [_shaped(message, self._shape, i) for i, message in enumerate(checked)]
         try:
@@ -287,7 +287,21 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
             raise RequestError(f"messages[{i}]", "must be an object with role and content")
         if not isinstance(message.get("role"), str):
             raise RequestError(f"messages[{i}].role", 'must be a text such as "user"')
+        _objects(f"messages[{i}].tool_calls", message.get("tool_calls"))
     return [dict(message) for message in messages]
+
+
+def _objects(field: str, value: Any) -> list[Any] | None:
+    """The objects of a list, None for no list or an empty one. Raises: RequestError for anything else."""
+    if value is None:
+        return None
+    if (
+        isinstance(value, str | bytes)
+        or not isinstance(value, Sequence)
+        or not all(isinstance(v, Mapping) for v in value)
+    ):
+        raise RequestError(field, "must be a list of objects")
+    return list(value) or None
 
 
 def _shaped(message: dict[str, Any], shape: Shape, i: int) -> dict[str, Any]:
