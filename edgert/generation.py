@@ -405,11 +405,15 @@ class Engine:
         for task, count, rows in parts:
             slot, end = task.slot, start + count
             first = slot.n_cached
-            all_.tokens[start:end] = slot.tokens[first : first + count]
-            all_.sequences[start:end] = slot.sequence
-            all_.positions[start:end] = first if count == 1 else np.arange(first, first + count)
-            all_.wanted[start:end] = False
-            all_.wanted[end - rows : end] = True
+            if count == 1:  # of the usual step, where slices would take longer than all else here
+                all_.tokens[start], all_.sequences[start] = slot.tokens[first], slot.sequence
+                all_.positions[start], all_.wanted[start] = first, rows == 1
+            else:
+                all_.tokens[start:end] = slot.tokens[first : first + count]
+                all_.sequences[start:end] = slot.sequence
+                all_.positions[start:end] = np.arange(first, first + count)
+                all_.wanted[start:end] = False
+                all_.wanted[end - rows : end] = True
             start = end
         batch = self._views.get(start)
         if batch is None:
