@@ -1,4 +1,4 @@
-"""What lies between two forward steps of a chat: choosing a token over the whole vocabulary, decoding, stop rules, streaming.
+"""What lies between two steps of a chat: choosing a token over the whole vocabulary, decoding, stop rules, streaming.
 
 `python tests/bench/between_steps.py [MODEL]` answers a prompt in several ways, each piece taken by a reader as a
 terminal or a server does, and prints the time from the end of a forward step to the begin of the next one.
