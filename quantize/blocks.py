@@ -43,7 +43,7 @@ def f16(block: Bytes) -> Floats:
 
 
 def bf16(block: Bytes) -> Floats:
-    return (block.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.left_shift(block.view("<u2"), 16, dtype=np.uint32).view(np.float32)
 
 
 def q4_0(block: Bytes) -> Floats:

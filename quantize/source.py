@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from edgert.errors import UnsupportedFormatError
 from edgert.quantize.architecture import Architecture, describe
 from edgert.quantize.gguf_file import GGUFFile, Metadata, Model, Tensor
+from edgert.quantize.gguf_metadata import read_metadata
 from edgert.quantize.gguf_value import Kind, Value
 from edgert.quantize.source_tensor import SourceTensor
 
@@ -153,10 +154,6 @@ def open_source(path: str | Path, *, allow_requantize: bool = False) -> Source:
 def _open_gguf(path: Path) -> Source:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(GGUFFile.open(path))
-        metadata = {}
-        for key in file.metadata:
-            kind, data = file.raw_value(key)
-            metadata[key] = Value(Kind(kind), data)
         tensors = [_GGUFTensor(tensor) for tensor in file.tensors.values()]
-        return Source(path, metadata, tensors, files=file.paths, close=stack.pop_all())
+        return Source(path, read_metadata(file), tensors, files=file.paths, close=stack.pop_all())
     raise AssertionError  # the stack suppresses nothing

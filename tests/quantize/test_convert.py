@@ -14,9 +14,11 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from checkpoints import write_checkpoint
+from checkpoints import logits_of, write_checkpoint
 from gguf import GGMLQuantizationType as Type
+from reference import kl_divergence
 
+import edgert
 from edgert.errors import ModelFileError, UnsupportedFormatError
 from edgert.quantize.convert import convert, encode
 from edgert.quantize.formats import FORMATS
@@ -127,6 +129,23 @@ def test_a_source_that_changes_is_not_resumed(tmp_path: Path, tiny_model: Callab
     expected = tensors_of(source)
     for name, (_, values) in tensors_of(tmp_path / "m.gguf").items():
         assert np.array_equal(values, expected[name][1])
+
+
+def test_the_draft_chats(shared_dir: Path, tmp_path: Path) -> None:
+    """The real checkpoint: transformers' logits, and an answer in sentences at the terminal."""
+    transformers = pytest.importorskip("transformers")
+    folder = shared_dir / "models" / "smollm2-draft"
+    path = convert(folder, tmp_path / "draft.gguf").paths[0]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    args = [sys.executable, "-m", "edgert", "run", "-m", str(path), "--backend", "cpu", "--temp", "0", "-n", "24"]
+    result = subprocess.run([*args, "-p", "Tell me about the sea."], capture_output=True, text=True, env=env)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.split()) > 8
+    with edgert.load(str(path), backend="cpu", n_ctx=256) as model:
+        ids = model.tokenize("The lighthouse keeper counted the ships that passed before the storm came.")
+        logits = model.logits(ids)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
+    assert kl_divergence(logits_of(theirs, ids), logits).mean() < 1e-3
 
 
 KILLED = """
