@@ -1,0 +1,337 @@
+"""How much a model's predictions suffer from each tensor in each format.
+
+A few groups of tensors are rounded coarsely, one group at a time, and the KL divergence of the model's output is
+measured. It grows in proportion to the relative output errors e = tr(dW H dW^T) / tr(W H W^T) of the group's tensors,
+H being the Hessian of their inputs; so one probe gives the factor, and e, which needs no running model, the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.errors import EdgertError, ModelFileError
+from edgert.quantize import feedback, rounding
+from edgert.quantize.divergence import log_softmax
+from edgert.quantize.engine import Engine
+from edgert.quantize.feedback import Curvature
+from edgert.quantize.formats import FORMATS, Format
+from edgert.quantize.rounding.grids import GRIDS
+from edgert.quantize.source_tensor import SourceTensor
+
+Floats = NDArray[np.float32]
+Tokens = NDArray[np.int32]
+
+PROBE = "Q4_0"  # divides rows of 32, and its error is far above the engine's own
+MAX_GROUPS = 64
+SAMPLE_ROWS = 512  # of a tensor, whose errors stand for all
+N_LIKELY = 512  # tokens of a prediction that are compared one by one; the others count together
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What rounding some tensors to a format did to the output: KL divergence, beside their summed errors."""
+
+    tensors: tuple[str, ...]
+    format: str
+    kld: float
+    error: float
+
+
+@dataclass
+class Sensitivity:
+    """Predicted KL divergence of a model's output by tensor and format.
+
+    fingerprint:  of the source that was measured
+    errors:       relative output errors by tensor and format
+    factors:      by tensor, KL divergence (nats a token) for each unit of error
+    probes:       what was measured
+    n_tokens:     on how many predictions
+    """
+
+    fingerprint: str = ""
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    factors: dict[str, float] = field(default_factory=dict)
+    probes: list[Probe] = field(default_factory=list)
+    n_tokens: int = 0
+
+    def loss(self, name: str, format: Format | str) -> float:
+        """The predicted divergence when only this tensor is rounded. Raises: KeyError for what was not measured."""
+        return self.factors[name] * self.errors[name][str(format)]
+
+    def losses(self, name: str) -> dict[Format, float]:
+        """Of all measured formats of a tensor."""
+        return {FORMATS[format]: self.loss(name, format) for format in self.errors[name]}
+
+    def save(self, path: str | Path) -> None:
+        """Writes it as JSON."""
+        content = {"kind": "edgert sensitivity", "version": VERSION, **asdict(self)}
+        Path(path).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Sensitivity:
+        """Reads what save() wrote. Raises: ModelFileError for anything else."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            if content["kind"] != "edgert sensitivity" or content["version"] != VERSION:
+                raise ValueError(f"kind {content['kind']!r}, version {content['version']!r}")
+            made = cls(
+                str(content["fingerprint"]),
+                {name: {f: float(e) for f, e in every.items()} for name, every in content["errors"].items()},
+                {name: float(factor) for name, factor in content["factors"].items()},
+                [
+                    Probe(tuple(p["tensors"]), p["format"], float(p["kld"]), float(p["error"]))
+                    for p in content["probes"]
+                ],
+                int(content["n_tokens"]),
+            )
+            numbers = [*made.factors.values(), *(e for every in made.errors.values() for e in every.values())]
+            if not all(np.isfinite(x) and x >= 0 for x in numbers):
+                raise ValueError("numbers that are negative or not finite")
+            if set(made.factors) != set(made.errors) or not {f for e in made.errors.values() for f in e} <= set(
+                FORMATS
+            ):
+                raise ValueError("tensors or formats that do not agree")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelFileError(
+                f"{path} holds no sensitivities of edgert's version {VERSION} ({error}): measure them again."
+            ) from None
+        return made
+
+
+def errors_of(
+    tensor: SourceTensor,
+    formats: Iterable[Format | str],
+    curvature: Curvature,
+    held_out: Curvature | None = None,
+    *,
+    method: str = "search",
+    with_feedback: bool = True,
+    n_threads: int = 1,
+) -> dict[str, float]:
+    """The relative output error of a tensor in each format, by rounding some of its rows.
+
+    held_out:       of inputs other than those that rounding is given; without it the same
+    with_feedback:  round as feedback.quantize does, else as rounding.quantize
+    """
+    values = _sample(tensor)
+    judge = held_out or curvature
+    whole = max(feedback.output_error(values, judge.hessian), 1e-30)
+    found = {}
+    for one in formats:
+        format = FORMATS[str(one)]
+        if format.name not in GRIDS:
+            difference = format.dequantize(rounding.quantize(values, format)) - values
+            found[format.name] = feedback.output_error(difference, judge.hessian) / whole
+            continue
+        if with_feedback:
+            data = feedback.quantize(values, format, curvature, method=method, n_threads=n_threads)
+        else:
+            data = rounding.quantize(values, format, curvature.importance, method=method, n_threads=n_threads)
+        found[format.name] = feedback.output_error(format.dequantize(data) - values, judge.hessian) / whole
+    return found
+
+
+def _sample(tensor: SourceTensor) -> Floats:
+    """Rows from all over the tensor, in runs of sixteen: float32 (at most SAMPLE_ROWS, n_cols)."""
+    if tensor.n_rows <= SAMPLE_ROWS:
+        return tensor.rows()
+    starts = np.linspace(0, tensor.n_rows - 16, SAMPLE_ROWS // 16).astype(int)
+    return np.concatenate([tensor.rows(start, start + 16) for start in starts.tolist()])
+
+
+def groups_of(names: Iterable[str], max_groups: int = MAX_GROUPS) -> list[tuple[str, ...]]:
+    """Tensors that are probed together: each alone while they are few, else those of one kind in some layers.
+
+    The first and the last layer, which differ most from their neighbours, stay alone.
+    """
+    kinds: dict[str, dict[int, str]] = {}
+    groups: list[tuple[str, ...]] = []
+    for name in names:
+        found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+        if found:
+            kinds.setdefault(found[2], {})[int(found[1])] = name
+        else:
+            groups.append((name,))
+    room = max(1, (max_groups - len(groups)) // max(1, len(kinds)))
+    for layers in kinds.values():
+        order = sorted(layers)
+        if len(order) <= room:
+            bands = [[layer] for layer in order]
+        elif room < 3:
+            bands = [list(band) for band in np.array_split(order, room)]
+        else:
+            middle = [list(band) for band in np.array_split(order[1:-1], room - 2)]
+            bands = [order[:1], *middle, order[-1:]]
+        groups += [tuple(layers[int(layer)] for layer in band) for band in bands]
+    return groups
+
+
+class Baseline:
+    """What a model says on some texts before its tensors are changed.
+
+    Of each prediction the likeliest tokens are kept; the others count as one, so that the divergence is at most the
+    true one, and a large vocabulary needs no more memory than a small one.
+    """
+
+    def __init__(self, engine: Engine, chunks: Sequence[Tokens]) -> None:
+        """Runs the chunks, int32 (n,) each; the second half of each is compared."""
+        self._engine, self._chunks = engine, chunks
+        self._kept: list[tuple[NDArray[np.int64], Floats, Floats]] = []
+        for chunk in chunks:
+            log_p = log_softmax(engine.logits(chunk, len(chunk) // 2))
+            n_likely = min(N_LIKELY, log_p.shape[1] - 1)
+            likely = np.argpartition(log_p, -n_likely, axis=1)[:, -n_likely:]
+            top = np.take_along_axis(log_p, likely, axis=1)
+            self._kept.append((likely, top, _rest(top)))
+        self.n_tokens = sum(len(top) for _, top, _ in self._kept)
+
+    def divergence(self) -> float:
+        """The mean KL divergence (base || model as it is now) of a token, in nats."""
+        total = 0.0
+        for chunk, (likely, log_p, rest_p) in zip(self._chunks, self._kept, strict=True):
+            log_q = np.take_along_axis(log_softmax(self._engine.logits(chunk, len(chunk) // 2)), likely, axis=1)
+            total += float((np.exp(log_p) * (log_p - log_q)).sum(dtype=np.float64))
+            total += float((rest_p * (np.log(rest_p) - np.log(_rest(log_q)))).sum(dtype=np.float64))
+        return total / self.n_tokens
+
+
+def _rest(log_likely: Floats) -> Floats:
+    """The probability of all other tokens; a little when rounding leaves none."""
+    left: Floats = 1 - np.exp(log_likely).sum(axis=1, dtype=np.float64)
+    return np.maximum(left, 1e-7)
+
+
+def probe(
+    engine: Engine,
+    tensors: Mapping[str, SourceTensor],
+    curvatures: Callable[[str], Curvature],
+    chunks: Sequence[Tokens],
+    *,
+    max_groups: int = MAX_GROUPS,
+    n_threads: int = 1,
+    on_probe: Callable[[int, int], object] | None = None,
+) -> tuple[list[Probe], int]:
+    """Rounds group after group to PROBE and measures the output; the model is as before afterwards.
+
+    tensors:     the matrices of the engine's model that may be rounded
+    curvatures:  by name
+    chunks:      int32 (n,) each; their second halves are scored
+    on_probe:    called with (groups done, all)
+
+    Returns the probes, and how many predictions each was measured on.
+    Raises: EdgertError when a group changes nothing, or the model's values are not finite.
+    """
+    format = FORMATS[PROBE]
+    groups = groups_of(name for name, tensor in tensors.items() if tensor.n_cols % format.block_size == 0)
+    if max_groups != MAX_GROUPS:
+        groups = groups_of((name for group in groups for name in group), max_groups)
+    baseline = Baseline(engine, chunks)
+    probes = []
+    for i, group in enumerate(groups):
+        error = 0.0
+        try:
+            for name in group:
+                values, curvature = tensors[name].rows(), curvatures(name)
+                rounded = format.dequantize(
+                    rounding.quantize(values, format, curvature.importance, n_threads=n_threads)
+                )
+                whole = max(feedback.output_error(values, curvature.hessian), 1e-30)
+                error += feedback.output_error(rounded - values, curvature.hessian) / whole
+                engine.replace(name, rounded)
+            kld = baseline.divergence()
+        finally:
+            for name in group:
+                engine.replace(name, None)
+        if not np.isfinite(kld):
+            raise EdgertError(f"Rounding {', '.join(group)} made the model's output NaN: it cannot be measured.")
+        probes.append(Probe(group, PROBE, max(kld, 0.0), error))
+        if on_probe:
+            on_probe(i + 1, len(groups))
+    return probes, baseline.n_tokens
+
+
+def factors_of(probes: Iterable[Probe]) -> dict[str, float]:
+    """KL divergence for each unit of error, by tensor."""
+    return {name: probe.kld / probe.error if probe.error else 0.0 for probe in probes for name in probe.tensors}
+
+
+def measure(
+    engine: Engine,
+    tensors: Mapping[str, SourceTensor],
+    curvatures: Callable[[str], Curvature],
+    chunks: Sequence[Tokens],
+    formats: Callable[[SourceTensor], Iterable[Format | str]],
+    *,
+    held_out: Callable[[str], Curvature] | None = None,
+    with_feedback: bool = True,
+    max_groups: int = MAX_GROUPS,
+    n_threads: int = 1,
+    fingerprint: str = "",
+    on_step: Callable[[int, int], object] | None = None,
+) -> Sensitivity:
+    """Probes the model and works out the errors of every tensor in every format that it is offered.
+
+    formats:  what is offered to a tensor
+    on_step:  called with (steps done, all): first probes, then tensors
+
+    Other arguments as in probe() and errors_of().
+    Raises: as they do.
+    """
+    found = Sensitivity(fingerprint)
+    probed = {name: t for name, t in tensors.items() if t.n_cols % FORMATS[PROBE].block_size == 0}
+
+    def on_probe(done: int, n_probes: int) -> None:
+        if on_step:
+            on_step(done, n_probes + len(probed))
+
+    found.probes, found.n_tokens = probe(
+        engine, probed, curvatures, chunks, max_groups=max_groups, n_threads=n_threads, on_probe=on_probe
+    )
+    found.factors = factors_of(found.probes)
+    for i, (name, tensor) in enumerate(probed.items()):
+        found.errors[name] = errors_of(
+            tensor,
+            formats(tensor),
+            curvatures(name),
+            held_out(name) if held_out else None,
+            with_feedback=with_feedback,
+            n_threads=n_threads,
+        )
+        if on_step:
+            on_step(len(found.probes) + i + 1, len(found.probes) + len(probed))
+    return found
+
+
+def table(found: Sensitivity, formats: Sequence[str] | None = None) -> tuple[list[str], list[dict[str, Any]]]:
+    """What a user reads: one row for each probed group with its predicted divergence by format.
+
+    Returns the formats, and rows of group, tensors and kld (by format, None where a row does not divide).
+    """
+    names = list(formats or dict.fromkeys(f for every in found.errors.values() for f in every))
+    rows = []
+    for one in found.probes:
+        kld: dict[str, float | None] = {}
+        for format in names:
+            fits = all(format in found.errors.get(name, {}) for name in one.tensors)
+            kld[format] = sum(found.loss(name, format) for name in one.tensors) if fits else None
+        rows.append({"group": label(one.tensors), "tensors": list(one.tensors), "kld": kld})
+    return names, rows
+
+
+def label(group: Sequence[str]) -> str:
+    """A short name: `ffn_down 0-3`."""
+    layers = [re.fullmatch(r"blk\.(\d+)\.(.+?)(?:\.weight)?", name) for name in group]
+    if not all(layers):
+        return group[0].removesuffix(".weight")
+    numbers = [int(found[1]) for found in layers if found]
+    kind = layers[0][2] if layers[0] else ""
+    return f"{kind} {numbers[0]}" if len(numbers) == 1 else f"{kind} {numbers[0]}-{numbers[-1]}"
