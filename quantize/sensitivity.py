@@ -3,6 +3,7 @@
 A few groups of tensors are rounded coarsely, one group at a time, and the KL divergence of the model's output is
 measured. It grows in proportion to the relative output errors e = tr(dW H dW^T) / tr(W H W^T) of the group's tensors,
 H being the Hessian of their inputs; so one probe gives the factor, and e, which needs no running model, the rest.
+A tensor that holds much of the model decides how all others are stored; it is probed as it will be rounded.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ Floats = NDArray[np.float32]
 Tokens = NDArray[np.int32]
 
 PROBE = "Q4_0"  # divides rows of 32, and its error is far above the engine's own
+LARGE_PROBE = "Q5_0"  # with error feedback, for a tensor of more than LARGE of all weights
+LARGE = 0.1
 MAX_GROUPS = 64
 SAMPLE_ROWS = 512  # of a tensor, whose errors stand for all
 N_LIKELY = 512  # tokens of a prediction that are compared one by one; the others count together
@@ -220,30 +223,32 @@ def probe(
     n_threads: int = 1,
     on_probe: Callable[[int, int], object] | None = None,
 ) -> tuple[list[Probe], int]:
-    """Rounds group after group to PROBE and measures the output; the model is as before afterwards.
+    """Rounds group after group coarsely and measures the output; the model is as before afterwards.
 
-    tensors:     the matrices of the engine's model that may be rounded
+    tensors:     the matrices of the engine's model that may be rounded, their rows a multiple of 32
     curvatures:  by name
     chunks:      int32 (n,) each; their second halves are scored
     on_probe:    called with (groups done, all)
 
     Returns the probes, and how many predictions each was measured on.
-    Raises: EdgertError when a group changes nothing, or the model's values are not finite.
+    Raises: EdgertError when the model's values are not finite.
     """
-    format = FORMATS[PROBE]
-    groups = groups_of(name for name, tensor in tensors.items() if tensor.n_cols % format.block_size == 0)
-    if max_groups != MAX_GROUPS:
-        groups = groups_of((name for group in groups for name in group), max_groups)
+    groups = groups_of(tensors, max_groups)
+    n_weights = sum(tensor.n_rows * tensor.n_cols for tensor in tensors.values())
     baseline = Baseline(engine, chunks)
     probes = []
     for i, group in enumerate(groups):
+        large = sum(tensors[name].n_rows * tensors[name].n_cols for name in group) > LARGE * n_weights * len(group)
+        format = FORMATS[LARGE_PROBE if large else PROBE]
         error = 0.0
         try:
             for name in group:
                 values, curvature = tensors[name].rows(), curvatures(name)
-                rounded = format.dequantize(
-                    rounding.quantize(values, format, curvature.importance, n_threads=n_threads)
-                )
+                if large:
+                    data = feedback.quantize(values, format, curvature, method="search", n_threads=n_threads)
+                else:
+                    data = rounding.quantize(values, format, curvature.importance, n_threads=n_threads)
+                rounded = format.dequantize(data)
                 whole = max(feedback.output_error(values, curvature.hessian), 1e-30)
                 error += feedback.output_error(rounded - values, curvature.hessian) / whole
                 engine.replace(name, rounded)
@@ -253,7 +258,7 @@ def probe(
                 engine.replace(name, None)
         if not np.isfinite(kld):
             raise EdgertError(f"Rounding {', '.join(group)} made the model's output NaN: it cannot be measured.")
-        probes.append(Probe(group, PROBE, max(kld, 0.0), error))
+        probes.append(Probe(group, format.name, max(kld, 0.0), error))
         if on_probe:
             on_probe(i + 1, len(groups))
     return probes, baseline.n_tokens
