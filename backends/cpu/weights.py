@@ -105,7 +105,10 @@ class Packer:
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """A small tensor as float32."""
-        return np.ascontiguousarray(self._file.tensor(name).rows(0, 1)[0], np.float32)
+        values = self._file.tensor(name).rows(0, 1)[0]
+        place = self._arena.floats(len(values))
+        place[:] = values
+        return place
 
     def _codec(self, name: str) -> str:
         return self._all_as or CODEC_OF[self._file.tensor(name).format.name]
