@@ -36,7 +36,7 @@ class Statistics:
 
         Raises: EdgertError when they are not finite.
         """
-        squares = np.square(inputs).sum(axis=0)
+        squares = np.einsum("ij,ij->j", inputs, inputs)  # half the time of squaring first
         for name in names:
             if not np.isfinite(squares).all():
                 raise EdgertError(

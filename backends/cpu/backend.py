@@ -27,7 +27,7 @@ from edgert.backends.cpu.layouts import CODECS, PAGE, WINDOW
 from edgert.backends.cpu.memory import aligned
 from edgert.backends.cpu.model_weights import pack_model
 from edgert.backends.cpu.sampling import NAMES as SAMPLING_KERNELS
-from edgert.backends.cpu.tape import Tape
+from edgert.backends.cpu.tape import Op, Tape
 from edgert.backends.cpu.team import KERNELS as TEAM_KERNELS
 from edgert.backends.cpu.team import Team
 from edgert.backends.cpu.weights import FLOAT_CODECS, Packer, encode, pack_rows
@@ -88,6 +88,7 @@ class CpuBackend(Backend):
             self._cache = PagedCache(a.n_layer, a.n_head_kv, a.head_dim, n_seq_max, self.n_ctx, pages)
             self._graph = Graph(a, weights, self._cache, self.isa, n_threads, self.n_batch)
             self._tapes: dict[Shape, Tape] = {}
+            self._observed: dict[Shape, Tape] = {}
             self._logits = aligned(4).view(np.float32).reshape(1, 1)
             self._compile_usual()
         except BaseException:
@@ -110,7 +111,8 @@ class CpuBackend(Backend):
         compiler.addresses(sorted(names), self.isa, self._progress)
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
-        tape, n_wanted = self._lay_out(batch)
+        shape, n_wanted = self._lay_out(batch)
+        tape = self._tapes.get(shape) or self._make_tape(shape, self._tapes, self._graph.ops)
         logits = self._room_for_logits(n_wanted)
         if n_wanted:
             self._graph.set_logits(tape.ops, logits)
@@ -122,7 +124,8 @@ class CpuBackend(Backend):
         return result
 
     def observe(self, batch: Batch, on_input: OnInput) -> None:
-        tape, _ = self._lay_out(batch)
+        shape, _ = self._lay_out(batch)
+        tape = self._observed.get(shape) or self._make_tape(shape, self._observed, self._graph.observed_ops)
         for words, reads in tape.pieces():
             if len(words):
                 self._team.run(words)
@@ -139,8 +142,8 @@ class CpuBackend(Backend):
             )
         pack_rows(self._team, self.isa, matrix.codec.upper(), encode(matrix.codec, values), matrix, part)
 
-    def _lay_out(self, batch: Batch) -> tuple[Tape, int]:
-        """Puts a batch into the buffers: the tape that computes it, and how many logits are wanted."""
+    def _lay_out(self, batch: Batch) -> tuple[Shape, int]:
+        """Puts a batch into the buffers: the shape of the step, and how many logits are wanted."""
         n = len(batch)
         self._check_batch(batch)
         for sequence, length in self._growth(batch).items():
@@ -162,14 +165,13 @@ class CpuBackend(Backend):
         graph.wanted[:n_wanted] = rows
         header = graph.header
         header[N_TOKENS], header[N_WIDE], header[N_NARROW], header[N_WANTED] = n, n_wide, n - n_wide, n_wanted
-        shape = graph.shape(n_wide, n - n_wide, n_wanted)
-        return self._tapes.get(shape) or self._make_tape(shape), n_wanted
+        return graph.shape(n_wide, n - n_wide, n_wanted), n_wanted
 
-    def _make_tape(self, shape: Shape) -> Tape:
-        ops = self._graph.ops(shape)
+    def _make_tape(self, shape: Shape, tapes: dict[Shape, Tape], ops_of: Callable[[Shape], list[Op]]) -> Tape:
+        ops = ops_of(shape)
         addresses = compiler.addresses([op.kernel for op in ops], self.isa, self._progress)
-        self._tapes[shape] = Tape(ops, addresses, self._graph.arena)
-        return self._tapes[shape]
+        tapes[shape] = Tape(ops, addresses, self._graph.arena)
+        return tapes[shape]
 
     def _room_for_logits(self, n_wanted: int) -> NDArray[np.float32]:
         """float32 (n_wanted + SPARE, stride); kept from step to step while it is small."""

@@ -8,8 +8,9 @@ change with what else is in the batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,24 @@ class Graph:
                 ops.append(self._rows(everything, "post", "none", self.x, a.n_embd, post_weight=post))
             ops += self._head(shape)
         return ops
+
+    def observed_ops(self, shape: Shape) -> list[Op]:
+        """The ops of a step whose products all read rows that `Reads.values` can show: tiles are spread out first."""
+        ops = []
+        for op in self.ops(shape):
+            if op.reads is not None and op.reads.form == "tiles":
+                reads, n_cols = op.reads, op.reads.matrix.n_cols
+                rows = self.floats[: len(self.tokens) * n_cols * 4]
+                ops.append(Op("untile", [_address(reads.rows), n_cols, self._at(reads.count), _address(rows)]))
+                op.reads = replace(reads, form="f32", rows=rows)
+            ops.append(op)
+        return ops
+
+    @functools.cached_property
+    def floats(self) -> NDArray[np.uint8]:
+        """Room for the widest rows in float32, where tiles are spread out."""
+        most = max(matrix.n_cols for matrix in self.weights.matrices())
+        return self.arena.take(len(self.tokens) * most * 4)
 
     @property
     def _residual(self) -> tuple[NDArray[np.float32], str]:

@@ -23,6 +23,7 @@ def float_bits(value: float) -> int:
 class Reads:
     """What a product multiplies: a matrix, and rows prepared in one of the forms of `kernels/rows.py`.
 
+    form:   "int8", "f32" or "tiles"
     count:  place in the step's header of the number of rows
     words:  of the form "int8"
     """
@@ -34,14 +35,10 @@ class Reads:
     words: NDArray[np.uint8]
 
     def values(self, n: int) -> NDArray[np.float32]:
-        """The first n rows as float32 (n, n_cols)."""
+        """The first n rows as float32 (n, n_cols); not for tiles."""
         n_cols = self.matrix.n_cols
         if self.form == "f32":
             return self.rows[: n * n_cols * 4].view(np.float32).reshape(n, n_cols)
-        if self.form == "tiles":  # a multiple of 16 tokens: (n / 16, n_cols / 32, 16, 32)
-            tiles = self.rows[: n * n_cols * 2].view(np.uint16).reshape(n // 16, n_cols // BLOCK, 16, BLOCK)
-            bits = np.left_shift(tiles.transpose(0, 2, 1, 3), 16, dtype=np.uint32, order="C")
-            return bits.reshape(n, n_cols).view(np.float32)
         blocks = self.rows[: n * n_cols].view(np.int8).reshape(n, -1, BLOCK)
         words = self.words[: n * n_cols // BLOCK * WORDS_BYTES].view(np.float32).reshape(n, n_cols // BLOCK, -1)
         return (blocks * words[:, :, :1]).reshape(n, n_cols)
