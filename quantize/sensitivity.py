@@ -3,7 +3,7 @@
 A few groups of tensors are rounded coarsely, one group at a time, and the KL divergence of the model's output is
 measured. It grows in proportion to the relative output errors e = tr(dW H dW^T) / tr(W H W^T) of the group's tensors,
 H being the Hessian of their inputs; so one probe gives the factor, and e, which needs no running model, the rest.
-A tensor that holds much of the model decides how all others are stored; it is probed as it will be rounded.
+Groups are rounded as the model will be, with error feedback or without: what feedback leaves of an error weighs more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Floats = NDArray[np.float32]
 Tokens = NDArray[np.int32]
 
 PROBE = "Q4_0"  # divides rows of 32, and its error is far above the engine's own
-LARGE_PROBE = "Q5_0"  # with error feedback, for a tensor of more than LARGE of all weights
+LARGE_PROBE = "Q5_0"  # for a tensor of more than LARGE of all weights, whose formats decide those of all others
 LARGE = 0.1
 MAX_GROUPS = 64
 SAMPLE_ROWS = 512  # of a tensor, whose errors stand for all
@@ -219,6 +219,7 @@ def probe(
     curvatures: Callable[[str], Curvature],
     chunks: Sequence[Tokens],
     *,
+    with_feedback: bool = True,
     max_groups: int = MAX_GROUPS,
     n_threads: int = 1,
     on_probe: Callable[[int, int], object] | None = None,
@@ -244,7 +245,7 @@ def probe(
         try:
             for name in group:
                 values, curvature = tensors[name].rows(), curvatures(name)
-                if large:
+                if with_feedback:
                     data = feedback.quantize(values, format, curvature, method="search", n_threads=n_threads)
                 else:
                     data = rounding.quantize(values, format, curvature.importance, n_threads=n_threads)
@@ -299,7 +300,14 @@ def measure(
             on_step(done, n_probes + len(probed))
 
     found.probes, found.n_tokens = probe(
-        engine, probed, curvatures, chunks, max_groups=max_groups, n_threads=n_threads, on_probe=on_probe
+        engine,
+        probed,
+        curvatures,
+        chunks,
+        with_feedback=with_feedback,
+        max_groups=max_groups,
+        n_threads=n_threads,
+        on_probe=on_probe,
     )
     found.factors = factors_of(found.probes)
     for i, (name, tensor) in enumerate(probed.items()):
