@@ -21,8 +21,12 @@ class Sampler:
     """The chain of llama.cpp: bias, penalties, top-k, top-p, min-p, temperature, draw.
 
     It keeps no state between tokens: a draw depends on the seed and on the length of the history alone, so
-    neither other requests nor a step taken back change it. With a kernel `sample` takes the fast way to what
+    neither other requests nor a step taken back change it. The draw is a race of the kept tokens, each with a
+    random time of its own, so that two models that think alike choose alike under one seed: a draft model's
+    draw is then the likeliest guess of its target's. With a kernel `sample` takes the fast way to what
     `distribution` says in NumPy.
+
+    Source: Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant speculative decoding" (2024).
 
     Raises: RequestError for a bias on an id outside the vocabulary.
     """
@@ -75,11 +79,42 @@ class Sampler:
             token = self._chain(logits, history, n)
             if token >= 0:
                 return token
-        ids, share = self.distribution(logits, history[:n])
-        order = np.argsort(ids)  # a draw goes by ids, so that nothing need be sorted by logits
-        total = np.cumsum(share[order])
-        drawn = int(np.searchsorted(total, uniform(self.seed, n) * total[-1], side="right"))
-        return int(ids[order[min(drawn, len(ids) - 1)]])
+        return self._sample(logits, history[:n])[0]
+
+    def guess(self, logits: NDArray[np.float32], history: NDArray[np.int32], length: int) -> tuple[int, float]:
+        """What `sample` gives, and its probability among the kept tokens; greedy: among all, at temperature 1.
+
+        Raises: as `sample`.
+        """
+        if self._chain:
+            token = self._chain(logits, history, length, True)
+            if token >= 0:
+                return token, self._chain.share
+        return self._sample(logits, history[:length])
+
+    def _sample(self, logits: NDArray[np.float32], history: NDArray[np.int32]) -> tuple[int, float]:
+        ids, share = self.distribution(logits, history)
+        if self.params.temperature == 0 or self.params.top_k == 1:
+            return int(ids[0]), self._share_of(int(ids[0]), logits, history)
+        state = _state(self.seed, len(history))
+        near = share >= share[0] * math.exp(-_RACE_DEPTH)
+        first, rest = ids[near], float(share[~near].sum())
+        speeds = share[near] / _times(state, first)
+        best = int(speeds.argmax())
+        if rest > speeds[best] * float(_times(state, np.array([-1]))[0]):
+            order = np.flatnonzero(~near)
+            order = order[np.argsort(ids[order])]  # a draw goes by ids, so that nothing need be sorted by logits
+            total = np.cumsum(share[order])
+            place = order[
+                min(int(np.searchsorted(total, uniform(self.seed, len(history)) * rest, "right")), len(order) - 1)
+            ]
+            return int(ids[place]), float(share[place])
+        return int(first[best]), float(share[best])
+
+    def _share_of(self, token: int, logits: NDArray[np.float32], history: NDArray[np.int32]) -> float:
+        bent = logits.copy()
+        self._bend(bent, history)
+        return math.exp(logprobs(bent, token, 0)[0])
 
     def _window(self, history: NDArray[np.int32]) -> NDArray[np.int32]:
         """The tokens that the penalties see."""
@@ -176,21 +211,35 @@ def _best(logits: NDArray[np.float32], count: int) -> tuple[NDArray[np.int64], N
     return ids, logits[ids].astype(np.float64)
 
 
+_MASK = (1 << 64) - 1
+_RACE_DEPTH = 8.0  # as RACE_DEPTH of backends/cpu/sampling.py (a test compares them)
+
+
 def uniform(seed: int, counter: int) -> float:
     """A number in [0, 1) that looks random and depends on the two arguments alone.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014), SplitMix64.
     """
-    mask = (1 << 64) - 1
-    z = _mix((seed ^ 0x5851F42D4C957F2D) & mask)
-    z = _mix((z + counter * 0x9E3779B97F4A7C15) & mask)
-    return (z >> 11) * 2.0**-53
+    return (_state(seed, counter) >> 11) * 2.0**-53
+
+
+def _state(seed: int, counter: int) -> int:
+    z = _mix((seed ^ 0x5851F42D4C957F2D) & _MASK)
+    return _mix((z + counter * 0x9E3779B97F4A7C15) & _MASK)
+
+
+def _times(state: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    """float64 (n,), exponentially distributed, each by the state and its token alone."""
+    z = np.uint64(state) + (tokens + 1).astype(np.uint64) * np.uint64(0xD1342543DE82EF95)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return -np.log(((z >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53)
 
 
 def _mix(z: int) -> int:
-    mask = (1 << 64) - 1
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
     return z ^ (z >> 31)
 
 

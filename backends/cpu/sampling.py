@@ -39,12 +39,17 @@ ARGUMENTS = (
     "ranks",  # scratch, int64 (n,)
     "counts",  # scratch, int64 (n,), zeros before and after
     "undo",  # scratch, int64 (2 * (n_bias + distinct tokens),)
+    "want_share",  # whether a greedy choice gets its share as well
     "token",  # result: an id, or NOT_FINITE, or ALL_FORBIDDEN
+    "share",  # result, float64: the token's probability among those kept; greedy: among all at temperature 1
 )
 PLACE = {name: place for place, name in enumerate(ARGUMENTS)}
 NOT_FINITE, ALL_FORBIDDEN = -1, -2
 BLOCK = 64  # logits that are skipped together
-_LOGITS, _HISTORY, _N_HISTORY, _TOKEN = (PLACE[x] for x in ("logits", "history", "n_history", "token"))
+RACE_DEPTH = 8.0  # logits further below the best one, in units of the temperature, are drawn as one
+_LOGITS, _HISTORY, _N_HISTORY, _TOKEN, _WANT_SHARE, _SHARE = (
+    PLACE[x] for x in ("logits", "history", "n_history", "token", "want_share", "share")
+)
 
 
 class SampleKernel:
@@ -92,9 +97,17 @@ class Chain:
         for name, array in arrays.items():
             self._words[PLACE[name]] = array.ctypes.data
         self._address = self._words.ctypes.data
+        self._doubles = doubles
         self._history: NDArray[np.int32] | None = None
 
-    def __call__(self, logits: NDArray[np.float32], history: NDArray[np.int32], length: int) -> int:
+    @property
+    def share(self) -> float:
+        """The probability of the token chosen last; of a greedy one where it was wanted."""
+        return float(self._doubles[_SHARE])
+
+    def __call__(
+        self, logits: NDArray[np.float32], history: NDArray[np.int32], length: int, want_share: bool = False
+    ) -> int:
         """A token id, or NOT_FINITE, or ALL_FORBIDDEN.
 
         logits:   float32 (n_vocab,); the same afterwards
@@ -108,5 +121,6 @@ class Chain:
             words[_HISTORY] = self._history.ctypes.data
         words[_LOGITS] = logits.__array_interface__["data"][0]
         words[_N_HISTORY] = length
+        words[_WANT_SHARE] = want_share
         self._function(0, 1, self._address)
         return int(words[_TOKEN])

@@ -2,8 +2,9 @@
 
 The logits are seen in blocks of 64 whose maxima are found first: later passes skip every block that holds nothing
 above their threshold. Nothing is sorted: each rule is a bar, the lowest (logit, id) that it keeps, found by
-quickselect among the few logits that can matter, and the draw goes through the kept tokens in the order of ids.
-Equal logits rank by id, lower first. `edgert/sampler.py` says the same in NumPy.
+quickselect among the few logits that can matter. The draw is a race: each kept token has a random time of its own,
+drawn from the seed, the place in the text and the token alone. Equal logits rank by id, lower first.
+`edgert/sampler.py` says the same in NumPy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from edgert.backends.cpu.isa import Isa
-from edgert.backends.cpu.sampling import ALL_FORBIDDEN, BLOCK, NOT_FINITE, PLACE
+from edgert.backends.cpu.sampling import ALL_FORBIDDEN, BLOCK, NOT_FINITE, PLACE, RACE_DEPTH
 from edgert.backends.cpu.simd import F32, I32, I64, Emitter, Value, emitted, word
 
 _LOWEST = -(1 << 63)  # the bar that keeps all
@@ -49,6 +50,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
     TEMPERATURE, TOP_P, LOG_MIN_P = PLACE["temperature"], PLACE["top_p"], PLACE["log_min_p"]
     REPEAT, PRESENCE, FREQUENCY = (PLACE[f"{x}_penalty"] for x in ("repeat", "presence", "frequency"))
     LOG_REST, PEAKS, MASSES = PLACE["log_rest"], PLACE["peaks"], PLACE["masses"]
+    WANT_SHARE, SHARE = PLACE["want_share"], PLACE["share"]
     RANKS, COUNTS, UNDO = PLACE["ranks"], PLACE["counts"], PLACE["undo"]
 
     @helper
@@ -206,37 +208,84 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
         return z ^ shifted(z, 31)
 
     @helper
-    def uniform(seed, counter):
-        """As `uniform` of edgert/sampler.py."""
-        z = mixed(seed ^ 0x5851F42D4C957F2D)
-        return shifted(mixed(z + counter * (0x9E3779B97F4A7C15 - (1 << 64))), 11) * 2.0**-53
+    def state_of(seed, counter):
+        """As `_state` of edgert/sampler.py."""
+        return mixed(mixed(seed ^ 0x5851F42D4C957F2D) + counter * (0x9E3779B97F4A7C15 - (1 << 64)))
+
+    @helper
+    def log_of(u):
+        """Natural logarithm of a float64 in (0, 1)."""
+        bits = double_bits(u)
+        exponent = (bits >> 52) - 1022
+        m = double_of((bits & ((1 << 52) - 1)) | (1022 << 52))  # 0.5 to 1
+        if m < 0.7071067811865476:
+            m *= 2
+            exponent -= 1
+        s = (m - 1) / (m + 1)
+        z, series = s * s, 0.0
+        for i in range(10, 0, -1):
+            series = (series + 1.0 / (2 * i + 1)) * z
+        return exponent * 0.6931471805599453 + 2 * s * (1 + series)
+
+    @helper
+    def time_of(state, token):
+        """A token's exponentially distributed time; -1: of all tokens far from the best together."""
+        z = mixed(state + (token + 1) * (0xD1342543DE82EF95 - (1 << 64)))
+        return -log_of((shifted(z, 11) + 0.5) * 2.0**-53)
 
     @helper
     def draw(a, logits, n, peak, bar):
+        """The first to arrive, a token's time being divided by its share."""
         peaks, masses, n_blocks = word(a, PEAKS), word(a, MASSES), (n + BLOCK - 1) // BLOCK
-        scale, total, last = 1.0 / double_at(a, TEMPERATURE), 0.0, 0
+        temperature = double_at(a, TEMPERATURE)
+        scale, state = 1.0 / temperature, state_of(word(a, SEED), word(a, N_HISTORY))
+        near = max(bar, key_of(peak - RACE_DEPTH * temperature) << 32)
+        total, rest, last, token, speed, won = 0.0, 0.0, 0, -1, 0.0, 0.0
         for block in range(n_blocks):
-            mass = 0.0
-            if word(peaks, block) >= bar >> 32:
-                mass = mass_of(logits, n, block, peak, scale, bar)
-                if mass > 0:
-                    last = block
-            total += mass
-            put(masses, block, double_bits(mass))
-        goal, block = uniform(word(a, SEED), word(a, N_HISTORY)) * total, 0
-        while block < last and goal >= double_at(masses, block):
-            goal -= double_at(masses, block)
-            block += 1
-        token = -1
-        for i in range(block * BLOCK, min(n, block * BLOCK + BLOCK)):
-            if ((key_at(logits, i) << 32) | (_ID_MASK - i)) >= bar:
-                share = exp(bits_of((logit_at(logits, i) - peak) * scale))
-                if share > 0:
-                    token = i
-                    goal -= share
-                    if goal < 0:
-                        break
+            far = 0.0
+            if word(peaks, block) >= near >> 32:
+                for i in range(block * BLOCK, min(n, block * BLOCK + BLOCK)):
+                    rank = (key_at(logits, i) << 32) | (_ID_MASK - i)
+                    if rank >= bar:
+                        share = exp(bits_of((logit_at(logits, i) - peak) * scale))
+                        if rank >= near:
+                            total += share
+                            time = time_of(state, i)
+                            if share > speed * time:
+                                speed, token, won = share / time, i, share
+                        else:
+                            far += share
+            elif word(peaks, block) >= bar >> 32:
+                far = mass_of(logits, n, block, peak, scale, bar)
+            if far > 0:
+                last = block
+            rest += far
+            put(masses, block, double_bits(far))
+        if rest > 0 and rest > speed * time_of(state, -1):
+            goal, block = shifted(state, 11) * 2.0**-53 * rest, 0
+            while block < last and goal >= double_at(masses, block):
+                goal -= double_at(masses, block)
+                block += 1
+            for i in range(block * BLOCK, min(n, block * BLOCK + BLOCK)):
+                rank = (key_at(logits, i) << 32) | (_ID_MASK - i)
+                if bar <= rank < near:
+                    share = exp(bits_of((logit_at(logits, i) - peak) * scale))
+                    if share > 0:
+                        token, won = i, share
+                        goal -= share
+                        if goal < 0:
+                            break
+        put(a, SHARE, double_bits(won / (total + rest)))
         return token
+
+    @helper
+    def share_of_best(a, logits, n, peak):
+        """The best token's probability at temperature 1; what is far below it counts as nothing."""
+        peaks, total, floor = word(a, PEAKS), 0.0, key_of(peak - 16.0)
+        for block in range((n + BLOCK - 1) // BLOCK):
+            if word(peaks, block) >= floor:
+                total += mass_of(logits, n, block, peak, 1.0, _LOWEST)
+        put(a, SHARE, double_bits(1.0 / total))
 
     @helper
     def choose(a, logits, n):
@@ -251,6 +300,8 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
             token = block * BLOCK
             while key_at(logits, token) != key:
                 token += 1
+            if word(a, WANT_SHARE):
+                share_of_best(a, logits, n, value_of(key))
             return token
         peak = value_of(key)
         return draw(a, logits, n, peak, bar_of(a, logits, n, peak, key_of(peak + double_at(a, LOG_MIN_P))))
@@ -422,6 +473,16 @@ def double_bits(_context: Any, value: Any) -> Any:
         return builder.bitcast(values[0], I64)
 
     return types.int64(types.float64), generate
+
+
+@intrinsic
+def double_of(_context: Any, bits: Any) -> Any:
+    """The float64 with these bits."""
+
+    def generate(_c: Any, builder: Any, _s: Any, values: Any) -> Any:
+        return builder.bitcast(values[0], ir.DoubleType())
+
+    return types.float64(types.int64), generate
 
 
 @intrinsic
