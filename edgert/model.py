@@ -22,6 +22,7 @@ from edgert.stream import Stream
 
 if TYPE_CHECKING:
     from edgert.backends.cpu.sampling import SampleKernel
+    from edgert.speculation import Speculator
     from edgert.template import ChatTemplate
     from edgert.tokenizer import Tokenizer
 
@@ -40,6 +41,11 @@ def load(
     backend: str = "auto",
     sampling: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
+    draft: str | os.PathLike[str] | None = None,
+    spec: str | None = None,
+    spec_max: int | None = None,
+    spec_min: int | None = None,
+    spec_p_min: float | None = None,
     progress: Callable[[int, int], None] | None = None,
     **backend_options: Any,
 ) -> Model:
@@ -52,6 +58,13 @@ def load(
     backend:          "auto", "cpu" or "llama"
     sampling:         defaults of this model's requests, over those that the file recommends
     chat_template:    a Jinja template in place of the file's
+    draft:            a small model of the same vocabulary that guesses tokens, which this one checks; None: the one
+                      that comes with edgert for this model, if any
+    spec:             which guesses are tried: "draft", "ngram" (what was already said), "auto" (both take turns, as
+                      it pays), "off"; the replies are the same with all of them
+    spec_max:         most tokens guessed for a step; None: 15, of which as many are guessed as pay
+    spec_min:         tokens always guessed, whether it pays or not
+    spec_p_min:       the draft's tokens below this probability are not guessed
     progress:         called with (done, all) while kernels are compiled, which happens once on a machine
     backend_options:  passed on to the backend
 
@@ -59,9 +72,12 @@ def load(
     """
     from edgert import backends, context, store
     from edgert.quantize.gguf_file import GGUFFile
+    from edgert.speculation import loading
     from edgert.template import ChatTemplate
     from edgert.tokenizer import Tokenizer
 
+    given = {"kind": spec, "draft": draft, "most": spec_max, "least": spec_min, "p_min": spec_p_min}
+    speculation = loading.Settings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     if n_ctx is not None:
         n_ctx = integer("n_ctx", n_ctx, 0, 2**31 - 1)
     if chat_template is not None:
@@ -82,7 +98,12 @@ def load(
     engine = backends.load(
         path, backend=backend, n_ctx=n_ctx, n_threads=n_threads, progress=progress, **backend_options
     )
-    return Model(engine, tokenizer, template, defaults, _sample_kernel(progress))
+    try:
+        speculator = loading.speculator(path, engine, speculation, n_threads=n_threads, progress=progress)
+    except BaseException:
+        engine.close()
+        raise
+    return Model(engine, tokenizer, template, defaults, _sample_kernel(progress), speculator)
 
 
 def _sample_kernel(progress: Callable[[int, int], None] | None) -> SampleKernel | None:
@@ -106,13 +127,14 @@ class Model:
         template: ChatTemplate | None = None,
         defaults: SamplingParams | None = None,
         sample_kernel: SampleKernel | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self.backend = backend
         self.tokenizer = tokenizer
         self.template = template
         self.defaults = defaults or SamplingParams()
         self._sample_kernel = sample_kernel
-        self._engine = Engine(backend)
+        self._engine = Engine(backend, speculator)
         self._finalizer = weakref.finalize(self, self._engine.close)  # runs at exit of the program as well
 
     @property

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass
+class Drafts:
+    """How many tokens were guessed for one request, and how many of them the model chose, by place in the guess."""
+
+    tried: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def try_(self, count: int) -> None:
+        """Counts a guess of `count` tokens."""
+        if count > len(self.tried):
+            self.tried += [0] * (count - len(self.tried))
+            self.accepted += [0] * (count - len(self.accepted))
+        for place in range(count):
+            self.tried[place] += 1
 
 
 @dataclass(frozen=True)
@@ -18,6 +34,8 @@ class Stats:
     predicted_n:           tokens chosen, an end token included
     predicted_ms:          from the logits of the prompt to the last token
     *_per_second:          computed prompt tokens by prompt_ms; steps from token to token by predicted_ms
+    draft_n:               tokens guessed and checked, draft_n_accepted: those of them that the model chose
+    draft_positions:       the same two numbers for each place in a guess
     """
 
     cache_n: int
@@ -27,11 +45,22 @@ class Stats:
     predicted_n: int
     predicted_ms: float
     predicted_per_second: float
+    draft_n: int = 0
+    draft_n_accepted: int = 0
+    draft_positions: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, cache_n: int, prompt_n: int, prompt_s: float, predicted_n: int, predicted_s: float) -> Stats:
+    def of(
+        cls,
+        cache_n: int,
+        prompt_n: int,
+        prompt_s: float,
+        predicted_n: int,
+        predicted_s: float,
+        drafts: Drafts | None = None,
+    ) -> Stats:
         """From counts and seconds."""
-        steps = max(predicted_n - 1, 0)
+        steps, drafts = max(predicted_n - 1, 0), drafts or Drafts()
         return cls(
             cache_n,
             prompt_n,
@@ -40,9 +69,12 @@ class Stats:
             predicted_n,
             1e3 * predicted_s,
             steps / predicted_s if predicted_s > 0 else 0.0,
+            sum(drafts.tried),
+            sum(drafts.accepted),
+            tuple(zip(drafts.tried, drafts.accepted, strict=True)),
         )
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON wants them."""
         return asdict(self)
 

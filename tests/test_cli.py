@@ -286,6 +286,9 @@ def test_run_json(edgert: Any) -> None:
         "predicted_n",
         "predicted_ms",
         "predicted_per_second",
+        "draft_n",
+        "draft_n_accepted",
+        "draft_positions",
     }
 
 

@@ -530,6 +530,7 @@ def test_statistics_count_and_agree() -> None:
         assert set(stats.as_dict()) == {
             *("cache_n", "prompt_n", "prompt_ms", "prompt_per_second"),
             *("predicted_n", "predicted_ms", "predicted_per_second"),
+            *("draft_n", "draft_n_accepted", "draft_positions"),
         }
 
 

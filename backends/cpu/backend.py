@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -39,6 +39,7 @@ from edgert.quantize.gguf_file import Model
 logger = logging.getLogger(__name__)
 
 N_BATCH = 512
+_ONE = np.array([1, 0, 1, 1])  # a step's header: tokens, wide, narrow and wanted rows
 
 
 class CpuBackend(Backend):
@@ -49,6 +50,8 @@ class CpuBackend(Backend):
     n_seq_max:  sequences that may be cached at once
     n_cached:   positions that all sequences together may have; 0: n_ctx for each
     weights_as: "f32", "f16" or "bf16": what all matrices are dequantized to; None: each keeps the file's type
+    beside:     another backend that never runs at the same time: its threads serve this one as well, because the
+                idle ones of two teams would wait on the cores that the others need
     progress:   called with (kernels compiled, kernels to compile) when the cache of object code lacks some
     """
 
@@ -63,6 +66,7 @@ class CpuBackend(Backend):
         n_cached: int = 0,
         isa: str | None = None,
         weights_as: str | None = None,
+        beside: Backend | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         a = self.architecture = describe(file)
@@ -81,7 +85,11 @@ class CpuBackend(Backend):
         self._progress = progress
         self._closed = False
         compiler.addresses([*TEAM_KERNELS, *sorted(packing)], self.isa, progress)
-        self._team = Team(n_threads, self.isa)
+        team = beside._team if isinstance(beside, CpuBackend) and beside.isa == self.isa else None
+        if team and team.n_threads != n_threads:
+            team = None
+        self._owns_team = team is None
+        self._team: Team = team or Team(n_threads, self.isa)
         try:
             weights = pack_model(a, Packer(file, self.isa, self._team, weights_as))
             pages = -(-(n_cached or self.n_ctx * n_seq_max) // PAGE) + n_seq_max
@@ -89,10 +97,11 @@ class CpuBackend(Backend):
             self._graph = Graph(a, weights, self._cache, self.isa, n_threads, self.n_batch)
             self._tapes: dict[Shape, Tape] = {}
             self._observed: dict[Shape, Tape] = {}
+            self._one = self._graph.shape(0, 1, 1)
             self._logits = aligned(4).view(np.float32).reshape(1, 1)
             self._compile_usual()
         except BaseException:
-            self._team.close()
+            self.close()
             raise
         self.verdict = Verdict(
             "cpu",
@@ -107,21 +116,21 @@ class CpuBackend(Backend):
         graph = self._graph
         shapes = [graph.shape(WINDOW, 0, 1), graph.shape(WINDOW, WINDOW, 1), graph.shape(0, WINDOW, 1)]
         shapes += [graph.shape(0, 1, 1)]
-        names = {op.kernel for shape in shapes for op in graph.ops(shape)} | set(SAMPLING_KERNELS)
+        self._compile(shapes, SAMPLING_KERNELS)
+
+    def _compile(self, shapes: Iterable[Shape], others: Iterable[str] = ()) -> None:
+        names = {op.kernel for shape in shapes for op in self._graph.ops(shape)} | set(others)
         compiler.addresses(sorted(names), self.isa, self._progress)
 
+    def prepare(self, n_tokens: int) -> None:
+        shapes = {self._graph.shape(0, n, n) for n in range(1, min(n_tokens, WINDOW) + 1)}
+        self._compile(shapes)
+        for shape in shapes:
+            if shape not in self._tapes:
+                self._make_tape(shape, self._tapes, self._graph.ops)
+
     def forward(self, batch: Batch) -> NDArray[np.float32]:
-        shape, n_wanted = self._lay_out(batch)
-        tape = self._tapes.get(shape) or self._make_tape(shape, self._tapes, self._graph.ops)
-        logits = self._room_for_logits(n_wanted)
-        if n_wanted:
-            self._graph.set_logits(tape.ops, logits)
-        self._team.run(tape.words)
-        result = logits[:n_wanted, : self.n_vocab]
-        softcap = self.architecture.final_logit_softcapping
-        if softcap:
-            np.multiply(np.tanh(result / softcap), softcap, out=result)
-        return result
+        return self._walk(*self._lay_out(batch))
 
     def observe(self, batch: Batch, on_input: OnInput) -> None:
         shape, _ = self._lay_out(batch)
@@ -166,6 +175,32 @@ class CpuBackend(Backend):
         header = graph.header
         header[N_TOKENS], header[N_WIDE], header[N_NARROW], header[N_WANTED] = n, n_wide, n - n_wide, n_wanted
         return graph.shape(n_wide, n - n_wide, n_wanted), n_wanted
+
+    def step(self, token: int, sequence: int) -> NDArray[np.float32]:
+        cache, graph = self._cache, self._graph
+        if self._closed or not (0 <= token < self.n_vocab and 0 <= sequence < self.n_seq_max):
+            return super().step(token, sequence)  # which says what is wrong
+        position = cache.lengths[sequence]
+        if position >= self.n_ctx:
+            return super().step(token, sequence)
+        cache.grow(sequence, position + 1)
+        graph.tokens[0], graph.positions[0], graph.slots[0], graph.wanted[0] = token, position, sequence, 0
+        graph.header[: len(_ONE)] = _ONE
+        logits: NDArray[np.float32] = self._walk(self._one, 1)[0]
+        return logits
+
+    def _walk(self, shape: Shape, n_wanted: int) -> NDArray[np.float32]:
+        """Runs a step that lies in the buffers: float32 (n_wanted, n_vocab)."""
+        tape = self._tapes.get(shape) or self._make_tape(shape, self._tapes, self._graph.ops)
+        logits = self._room_for_logits(n_wanted)
+        if n_wanted:
+            self._graph.set_logits(tape.ops, logits)
+        self._team.run(tape.words)
+        result = logits[:n_wanted, : self.n_vocab]
+        softcap = self.architecture.final_logit_softcapping
+        if softcap:
+            np.multiply(np.tanh(result / softcap), softcap, out=result)
+        return result
 
     def _make_tape(self, shape: Shape, tapes: dict[Shape, Tape], ops_of: Callable[[Shape], list[Op]]) -> Tape:
         ops = ops_of(shape)
@@ -235,7 +270,8 @@ class CpuBackend(Backend):
         }
 
     def close(self) -> None:
-        self._team.close()
+        if self._owns_team:
+            self._team.close()
         self._closed = True
 
 

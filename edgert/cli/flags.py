@@ -83,6 +83,17 @@ def model_flags(function: F) -> F:
                 metavar="TEMPLATE",
                 help="In place of the file's: a Jinja template, @FILE, or gemma, llama3, chatml, phi3.",
             ),
+            flag("-md", "--model-draft", metavar="MODEL", help="A small model of the same vocabulary that guesses."),
+            flag("--spec-type", help="Which guesses are tried: auto, draft, ngram, off.  [auto]"),
+            flag("--spec-max", "--draft-max", "spec_max", type=int, help="Most tokens guessed at once.  [15]"),
+            flag("--spec-min", "--draft-min", "spec_min", type=int, help="Always guess so many, paying or not.  [0]"),
+            flag(
+                "--spec-p-min",
+                "--draft-p-min",
+                "spec_p_min",
+                type=float,
+                help="Guess no token that the draft holds less probable.  [0]",
+            ),
         ],
     )
 

@@ -155,12 +155,15 @@ def load(flags: dict[str, Any]) -> Model:
     import edgert
 
     path = model_path(flags.pop("model"))
+    names = {"model_draft": "draft", "spec_type": "spec"} | {f"spec_{x}": f"spec_{x}" for x in ("max", "min", "p_min")}
+    speculation = {field: value for name, field in names.items() if (value := flags.pop(name)) is not None}
     context = {} if (n_ctx := flags.pop("ctx_size")) is None else {"n_ctx": n_ctx}
     with ProgressLine() as line, notices(line):
         line.show(f"loading {path.name}")
         return edgert.load(
             path,
             **context,
+            **speculation,
             n_threads=flags.pop("threads"),
             backend=flags.pop("backend"),
             chat_template=template_text(flags.pop("chat_template")),

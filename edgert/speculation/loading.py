@@ -1,0 +1,160 @@
+"""Finds and loads what guesses for a model: its draft, if there is one, and the memory of n-grams."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgert.backends.base import Backend
+from edgert.catalogue import CATALOGUE
+from edgert.errors import EdgertError, RequestError
+from edgert.options import integer, real
+from edgert.speculation.draft_model import DraftModel
+from edgert.speculation.economics import Costs
+from edgert.speculation.speculator import SPEC_MAX, Speculator
+
+if TYPE_CHECKING:
+    from edgert.quantize.gguf_file import GGUFFile
+
+logger = logging.getLogger(__name__)
+
+KINDS = ("auto", "draft", "ngram", "off")
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+MOST = 62  # tokens guessed in a step; with more, the cpu backend would compute some of them in another form
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is to speculate.
+
+    kind:   "draft": with a small model; "ngram": with what was already said; "auto": both take turns; "off"
+    draft:  a path or name of the small model; None: the one made for this model, where there is one
+    most:   tokens guessed in a step; least: tokens always guessed, paying or not
+    p_min:  the draft's tokens below this probability are not guessed
+
+    Raises: RequestError naming the argument of `load`.
+    """
+
+    kind: str = "auto"
+    draft: str | os.PathLike[str] | None = None
+    most: int = SPEC_MAX
+    least: int = 0
+    p_min: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise RequestError("spec", f"must be one of {', '.join(KINDS)}, not {self.kind!r}")
+        integer("spec_max", self.most, 1, MOST)
+        integer("spec_min", self.least, 0, self.most)
+        real("spec_p_min", self.p_min, 0, 1)
+
+
+def speculator(
+    path: Path,
+    backend: Backend,
+    settings: Settings,
+    *,
+    n_threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Speculator | None:
+    """What guesses for the model at `path`, which `backend` runs; None: nothing does.
+
+    Raises: EdgertError when a draft that was asked for cannot serve.
+    """
+    kind = settings.kind
+    if kind == "off":
+        return None
+    model = None
+    if kind != "ngram":
+        asked = settings.draft is not None or kind == "draft"
+        try:
+            draft = find(settings.draft) if settings.draft is not None else find_made_for(path)
+            if draft is not None:
+                check_vocabulary(path, draft)
+                model = DraftModel(_load(draft, backend, n_threads, progress))
+            elif asked:
+                raise EdgertError(
+                    f"No draft is known for {path.name}: name a small model of the same vocabulary with -md, "
+                    "or choose --spec-type ngram."
+                )
+        except EdgertError as error:
+            if asked:
+                raise
+            logger.warning("Speculation goes without the model's draft: %s", error)
+    n_most = settings.most + backend.n_seq_max
+    backend.prepare(n_most)
+    costs = Costs.measure(backend, n_most)
+    return Speculator(
+        backend.n_ctx,
+        backend.n_seq_max,
+        costs,
+        model,
+        ngram=kind != "draft",
+        most=settings.most,
+        least=settings.least,
+        p_min=settings.p_min,
+    )
+
+
+def _load(draft: Path, target: Backend, n_threads: int | None, progress: Callable[[int, int], None] | None) -> Backend:
+    """The draft on the engine that runs the target, with as many sequences."""
+    from edgert import backends
+    from edgert.quantize.gguf_file import GGUFFile
+
+    with GGUFFile.open(draft) as file:
+        n_ctx = min(target.n_ctx, file.get(f"{file.architecture}.context_length", int))
+    name = target.verdict.backend
+    options: dict[str, Any] = {"n_seq_max": target.n_seq_max}
+    if name == "cpu":
+        options |= {"beside": target, "n_cached": n_ctx + 512}
+    backend = backends.load(draft, backend=name, n_ctx=n_ctx, n_threads=n_threads, progress=progress, **options)
+    backend.prepare(2)  # after a guess that was all right, it has two tokens to read
+    return backend
+
+
+def find(draft: str | os.PathLike[str]) -> Path:
+    """The file of a draft's path or name. Raises: EdgertError when there is none."""
+    from edgert import store
+
+    packed = ASSETS / f"{os.fspath(draft)}.gguf"
+    if packed.parent == ASSETS and packed.is_file():
+        return packed
+    return store.resolve(draft)
+
+
+def find_made_for(path: Path) -> Path | None:
+    """The draft that the catalogue has for this model, beside its file or in the package; None: there is none."""
+    from edgert.quantize.gguf_file import GGUFFile
+
+    with GGUFFile.open(path) as file:
+        name = file.metadata.get("general.name")
+    entry = next((e for e in CATALOGUE.values() if e.draft and e.title_in_file == name), None)
+    places = (path.parent, ASSETS) if entry else ()
+    return next((p / entry.draft for p in places if entry and (p / entry.draft).is_file()), None)
+
+
+def check_vocabulary(target: Path, draft: Path) -> None:
+    """Raises: EdgertError unless both models have the same tokens under the same ids."""
+    from edgert.quantize.gguf_file import GGUFFile
+
+    with GGUFFile.open(target) as a, GGUFFile.open(draft) as b:
+        ours, theirs = _tokens(a), _tokens(b)
+    if len(ours) != len(theirs):
+        raise EdgertError(
+            f"The draft {draft.name} has a vocabulary of {len(theirs)} tokens and {target.name} one of {len(ours)}: "
+            "a draft must share its model's vocabulary."
+        )
+    if ours != theirs:
+        place = next(i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y)
+        raise EdgertError(
+            f"The draft {draft.name} and {target.name} have {len(ours)} tokens each, but not the same "
+            f"(the first other one is {place}): a draft must share its model's vocabulary."
+        )
+
+
+def _tokens(file: GGUFFile) -> list[bytes]:
+    return file.metadata.strings("tokenizer.ggml.tokens")

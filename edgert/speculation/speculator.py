@@ -1,0 +1,236 @@
+"""Chooses what to guess, and how much: the length that promises most tokens a second."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from edgert.errors import EdgertError
+from edgert.speculation.draft_model import DraftModel
+from edgert.speculation.economics import Costs, Odds, Source
+from edgert.speculation.ngram import NgramMemory
+
+if TYPE_CHECKING:
+    from edgert.generation import Generation, Slot
+
+SPEC_MAX = 15  # tokens guessed for one step, unless told otherwise
+MEMORY = 1 << 16  # tokens of ended requests that are remembered
+LONG_ENOUGH = 5  # agreeing tokens in the present text with which no other text is asked
+# Classes of guesses: by how many tokens agreed before an n-gram's, by the draft model's own probability of its token.
+AGREED = (3, 4, 5, 7, 10, 16, 32)
+AGREED_ODDS = (0.35, 0.45, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
+SURE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
+SURE_ODDS = (0.08, 0.18, 0.28, 0.38, 0.48, 0.58, 0.68, 0.78, 0.87, 0.94, 0.97, 0.99)
+
+
+@dataclass
+class Guesses:
+    """What one request has at stake in the present step.
+
+    kinds:    the class of each guess
+    seconds:  what making them took
+    """
+
+    source: str = ""
+    kinds: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Request:
+    """What is known about one request's guesses."""
+
+    def __init__(self, sampled: bool, step_seconds: float) -> None:
+        self.sampled = sampled
+        self.sources = {"ngram": Source(0.5, 0.1 * step_seconds), "draft": Source(1.2, 0.5 * step_seconds)}
+        self.now = Guesses()
+
+
+class Speculator:
+    """Guesses for the requests of an engine, and learns from what became of them.
+
+    costs:  of the target's steps, up to as many rows as may be guessed for
+    model:  a draft model, or None
+    ngram:  whether what was already said is searched
+    most, least:  tokens guessed in a step; with a `least` above 0 nothing is weighed and nothing pauses
+    p_min:  a draft model's token that it holds less probable is not guessed, nor what would follow
+    """
+
+    def __init__(
+        self,
+        n_ctx: int,
+        n_seq_max: int,
+        costs: Costs,
+        model: DraftModel | None = None,
+        *,
+        ngram: bool = True,
+        most: int = SPEC_MAX,
+        least: int = 0,
+        p_min: float = 0.0,
+    ) -> None:
+        self.costs, self.model = costs, model
+        self.most, self.least, self.p_min = most, min(least, most), p_min
+        self.texts = [NgramMemory(n_ctx) for _ in range(n_seq_max)] if ngram else []
+        self.ended = NgramMemory(MEMORY)
+        self.ngram_odds = [Odds(AGREED_ODDS), Odds(AGREED_ODDS)]  # greedy, sampled
+        self.draft_odds = [Odds(SURE_ODDS), Odds(SURE_ODDS)]
+        self._draft_step = costs[1] / 10  # seconds
+        self._paces: dict[int, tuple[float, float]] = {}  # requests at once -> tokens and seconds of late
+        self._began = 0.0
+
+    def pace(self, n: int) -> float:
+        """Tokens a second that n requests have made together lately, at least those of plain steps."""
+        tokens, seconds = self._paces.get(n, (0.0, 1.0))
+        return max(tokens / seconds, n / self.costs[n])
+
+    def propose(self, tasks: Sequence[Generation], room: int) -> list[int]:
+        """Writes guesses behind the known tokens of each task's slot; returns how many each got.
+
+        room:  rows that the step may have beyond one for each task
+        """
+        self._began = perf_counter()
+        pace, rows, counts = self.pace(len(tasks)), len(tasks), []
+        for task in tasks:
+            if task.guessing is None:
+                greedy = task.options.sampling.temperature == 0
+                task.guessing = Request(not greedy, self.costs[1])
+            limit = min(self.most, room, task.most_guesses)
+            count = self._guess(task, task.guessing, rows, pace, limit) if limit > 0 else 0
+            counts.append(count)
+            rows += count
+            room -= count
+        return counts
+
+    def _guess(self, task: Generation, request: Request, rows: int, pace: float, limit: int) -> int:
+        request.now = now = Guesses()
+        began, slot = perf_counter(), task.slot
+        draft, ngram = request.sources["draft"], request.sources["ngram"]
+        draft_ready = self.model is not None and (draft.ready or self.least > 0)
+        if not draft_ready:
+            draft.rest()
+        count = 0
+        if self.texts and (ngram.ready or self.least > 0):
+            guess, kinds, net = self._from_memory(slot, request, rows, pace, limit)
+            if guess and (not draft_ready or net >= draft.net(pace)):
+                now.source, now.kinds, count = "ngram", kinds, len(guess)
+                slot.tokens[slot.n_tokens : slot.n_tokens + count] = guess
+        else:
+            ngram.rest()
+        if not count and draft_ready:
+            now.source = "draft"
+            count = self._from_model(task, request, rows, pace, limit)
+        now.seconds = perf_counter() - began if now.source else 0.0
+        return count
+
+    def _from_memory(
+        self, slot: Slot, request: Request, rows: int, pace: float, limit: int
+    ) -> tuple[list[int], list[int], float]:
+        """A guess from this text, or from those that have ended; its classes, and the tokens it promises."""
+        text, n = self.texts[slot.sequence], slot.n_tokens
+        text.sync(slot.tokens, n)
+        guess, agreed = text.find(slot.tokens, n, limit)
+        if agreed < LONG_ENOUGH:
+            other, longer = self.ended.find(slot.tokens, n, limit)
+            if longer > agreed:
+                guess, agreed = other, longer
+        kinds = [bisect_right(AGREED, agreed + i) for i in range(len(guess))]
+        odds = self.ngram_odds[request.sampled]
+        count, net = self._best_length([odds[kind] for kind in kinds], rows, pace)
+        return guess[:count], kinds[:count], net
+
+    def _from_model(self, task: Generation, request: Request, rows: int, pace: float, limit: int) -> int:
+        """Guesses of the draft model, until it is too unsure of them."""
+        model, slot, kinds = self.model, task.slot, request.now.kinds
+        assert model is not None
+        tokens, n = slot.tokens, slot.n_tokens
+        odds = self.draft_odds[request.sampled]
+        likely, chances = 1.0, []
+        try:
+            row = model.follow(slot.sequence, tokens, n)
+            limit = min(limit, model.room(slot.sequence, n))
+            began = perf_counter()
+            while True:
+                token, probability = task.sampler.guess(row, tokens, n + len(kinds))
+                if probability < self.p_min:
+                    break
+                kind = bisect_right(SURE, probability)
+                tokens[n + len(kinds)] = token
+                kinds.append(kind)
+                chances.append(odds[kind])
+                likely *= odds[kind]
+                if len(kinds) >= limit or token in task.end_ids:
+                    break
+                if len(kinds) >= self.least and not self._worth(likely, odds.mean, rows + len(kinds), pace):
+                    break
+                row = model.step(slot.sequence, token)
+            if kinds:
+                self._draft_step += 0.1 * ((perf_counter() - began) / len(kinds) - self._draft_step)
+        except EdgertError:  # the draft's memory is full, or its weights are damaged: the target goes on alone
+            request.sources["draft"].give_up()
+        count, _ = self._best_length(chances, rows, pace)
+        del kinds[count:]
+        return count
+
+    def _worth(self, likely: float, mean: float, rows: int, pace: float) -> bool:
+        """Whether guessing on promises more tokens than its time would give otherwise.
+
+        likely:  that all guesses so far are right
+        """
+        gain, cost = 0.0, self.costs[rows]
+        for i in range(1, 5):
+            likely *= mean
+            gain += likely
+            if gain > pace * (i * self._draft_step + self.costs[rows + i] - cost):
+                return True
+        return False
+
+    def _best_length(self, chances: list[float], rows: int, pace: float) -> tuple[int, float]:
+        """How many guesses to check, and the tokens that this promises beyond those of its time."""
+        if self.least:
+            return len(chances), 0.0
+        count, best, likely, gain, cost = 0, 0.0, 1.0, 0.0, self.costs[rows]
+        for i, chance in enumerate(chances, 1):
+            likely *= chance
+            gain += likely
+            net = gain - pace * (self.costs[rows + i] - cost)
+            if net > best:
+                count, best = i, net
+        return count, best
+
+    def learn(self, tasks: Sequence[Generation], counts: Sequence[int]) -> None:
+        """Takes in a step that has ended: how long it took, and what was accepted."""
+        seconds = perf_counter() - self._began
+        n, rows, guessed = len(tasks), len(tasks) + sum(counts), sum(counts)
+        making = sum(task.guessing.now.seconds for task in tasks if task.guessing)
+        self.costs.learn(rows, seconds - making)
+        extra = self.costs[rows] - self.costs[n]
+        plain = n / self.costs[n]
+        made = 0
+        for task, count in zip(tasks, counts, strict=True):
+            request, accepted = task.guessing, task.n_accepted
+            made += accepted + 1
+            if request is None or not request.now.source:
+                continue
+            now = request.now
+            if not self.least:
+                share = extra * count / guessed if guessed else 0.0
+                request.sources[now.source].learn(accepted, now.seconds + share, plain)
+            odds = (self.ngram_odds if now.source == "ngram" else self.draft_odds)[request.sampled]
+            for i, kind in enumerate(now.kinds[: accepted + 1]):
+                odds.learn(kind, i < accepted)
+        tokens, of = self._paces.get(n, (0.0, 0.0))
+        self._paces[n] = 0.98 * tokens + made, 0.98 * of + seconds
+
+    def remember(self, slot: Slot, start: int) -> None:
+        """Keeps a text that has ended, from token `start` on."""
+        if self.texts and slot.n_tokens > start:
+            self.ended.append(np.array(slot.tokens[start : slot.n_tokens]))
+
+    def close(self) -> None:
+        """Closes the draft model."""
+        if self.model is not None:
+            self.model.backend.close()

@@ -1,0 +1,403 @@
+"""Speculation on scripted backends: the same replies, sound caches, fewer steps, and pauses where it does not pay."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from fake import EOS, N_VOCAB, FakeBackend, FakeTemplate, FakeTokenizer, hashed, says
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edgert.backends.base import Batch
+from edgert.errors import DoesNotFitError, EdgertError
+from edgert.model import Model
+from edgert.options import SamplingParams
+from edgert.reply import Reply
+from edgert.speculation import Speculator
+from edgert.speculation.draft_model import REACH, DraftModel
+from edgert.speculation.economics import Costs, Odds, Source
+from edgert.speculation.ngram import NgramMemory
+
+Logits = Callable[[list[int]], NDArray[np.float32]]
+CHEAP = [1e-3 + 1e-5 * i for i in range(30)]  # seconds of a step by its rows: guesses nearly for free
+
+
+class Chancy(FakeBackend):
+    """Logits that depend on the last two tokens; `other` is how far they are from those of other=0."""
+
+    def __init__(self, other: float = 0.0, **options: Any) -> None:
+        super().__init__(hashed, **{"n_ctx": 64, **options})
+        draw = np.random.default_rng(1)
+        self._first = draw.normal(size=(N_VOCAB, N_VOCAB)).astype(np.float32) * 2
+        self._second = draw.normal(size=(N_VOCAB, N_VOCAB)).astype(np.float32)
+        self._noise = np.random.default_rng(2).normal(size=(N_VOCAB, N_VOCAB)).astype(np.float32) * other
+
+    def _logits(self, cells: list[int]) -> NDArray[np.float32]:
+        before = cells[-2] if len(cells) > 1 else 0
+        logits: NDArray[np.float32] = self._first[cells[-1]] + self._second[before] + self._noise[cells[-1]]
+        logits[EOS] -= 2
+        return logits
+
+
+def speculating(
+    backend: FakeBackend, draft: FakeBackend | None = None, costs: Sequence[float] = CHEAP, **options: Any
+) -> Model:
+    speculator = Speculator(
+        backend.n_ctx, backend.n_seq_max, Costs(costs), DraftModel(draft) if draft else None, **options
+    )
+    tokenizer: Any = FakeTokenizer()
+    template: Any = FakeTemplate()
+    return Model(backend, tokenizer, template, SamplingParams(temperature=0), speculator=speculator)
+
+
+def facts(reply: Reply) -> tuple[Any, ...]:
+    return reply.text, reply.tokens, reply.finish_reason, reply.stats.predicted_n, reply.logprobs
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 1.5, "seed": 2, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    {"temperature": 0.0, "repeat_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+    {"temperature": 1.0, "seed": 3, "repeat_penalty": 1.1, "repeat_last_n": -1},
+    {"temperature": 1.0, "seed": 4, "logit_bias": {97: 5.0, 98: False}},
+    {"temperature": 1.0, "seed": 5, "logprobs": True, "top_logprobs": 3},
+    {"temperature": 1.0, "seed": 6, "stop": ["a", "ef", "zz"]},
+    {"temperature": 1.0, "seed": 7, "ignore_eos": True},
+    *({"temperature": 1.0, "seed": 8, "max_tokens": n} for n in (1, 2, 3, 6)),
+]
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("kind", ["same", "like", "foreign", "ngram", "both"])
+@pytest.mark.parametrize("least", [0, 3])
+def test_replies_are_those_of_plain_decoding(kind: str, least: int, request_: dict[str, Any]) -> None:
+    others = {"same": 0.0, "like": 1.0, "foreign": 9.0, "both": 1.0}
+    draft = Chancy(others[kind]) if kind in others else None
+    tokenizer: Any = FakeTokenizer()
+    with (
+        Model(Chancy(), tokenizer, None, SamplingParams(temperature=0)) as plain,
+        speculating(Chancy(), draft, ngram=kind in ("ngram", "both"), least=least) as guessing,
+    ):
+        for prompt in ("abcabc", "x", "the cat and the cat and"):
+            a, b = (model.generate(prompt, **request_) for model in (plain, guessing))
+            assert facts(a) == facts(b)
+            assert a.stats.draft_n == 0
+            c = guessing.generate(prompt, **request_)  # from the cache, with more to guess from
+            assert facts(c) == facts(a)
+            assert c.stats.cache_n > 0
+            if least and kind != "ngram" and len(a.tokens) > 2:
+                assert b.stats.draft_n > 0
+                assert kind != "same" or b.stats.draft_n_accepted == b.stats.draft_n
+
+
+def test_a_chunked_stream_is_the_same_text() -> None:
+    with speculating(Chancy(), Chancy(1.0)) as model:
+        whole = model.generate("hello", temperature=1.0, seed=3)
+        chunks = list(model.generate("hello", True, temperature=1.0, seed=3))
+        assert "".join(chunk.text for chunk in chunks) == whole.text
+        assert [token for chunk in chunks for token in chunk.tokens] == whole.tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_draft_that_is_its_target_is_always_right(temperature: float) -> None:
+    backend, draft = Chancy(), Chancy()
+    with speculating(backend, draft, ngram=False, most=6, least=6) as model:
+        stats = model.generate("abc", temperature=temperature, seed=1, max_tokens=100, ignore_eos=True).stats
+        assert stats.draft_n_accepted == stats.draft_n > 40
+        assert all(right == tried for tried, right in stats.draft_positions)
+        assert sum(tried for tried, _ in stats.draft_positions) == stats.draft_n
+        assert len(backend.batches) < 20
+
+
+def test_the_cache_holds_what_was_chosen_and_nothing_else() -> None:
+    backend = Chancy(n_ctx=64)
+    with speculating(backend, Chancy(2.0, n_ctx=64)) as model:
+        for seed in range(30):
+            reply = model.generate("abc", temperature=1.0, seed=seed, max_tokens=seed)
+            text = [256, *b"abc", *reply.tokens]
+            held = (
+                max(backend.cells.values(), key=len)
+                if seed == 0
+                else next(cells for cells in backend.cells.values() if cells == text[: len(cells)] and len(cells) >= 3)
+            )
+            assert held == text[: len(held)]
+
+
+def test_the_context_may_be_filled_to_its_end() -> None:
+    for n_ctx in (16, 17, 40):
+        with speculating(Chancy(n_ctx=n_ctx), Chancy(n_ctx=n_ctx)) as model:
+            reply = model.generate("abc", ignore_eos=True)
+            assert reply.finish_reason == "length"
+            assert len(reply.tokens) == n_ctx - 4 + 1
+
+
+def test_many_requests_at_once_are_those_of_each_alone() -> None:
+    backend, draft = Chancy(n_seq_max=4), Chancy(1.0, n_seq_max=4)
+    prompts = [("abc" * (1 + i % 3), {"temperature": i % 2, "seed": i, "max_tokens": 20 + i}) for i in range(16)]
+    with speculating(backend, draft, most=2, least=2) as model:
+        alone = [model.generate(prompt, **parameters) for prompt, parameters in prompts]  # type: ignore[arg-type]
+        streams = [model.generate(prompt, True, **parameters) for prompt, parameters in prompts]  # type: ignore[call-overload]
+        together = [stream.reply() for stream in streams]
+    assert [reply.tokens for reply in together] == [reply.tokens for reply in alone]
+    assert sum(reply.stats.draft_n_accepted for reply in together) > 0
+    assert any(len(set(batch.sequences.tolist())) > 1 and len(batch) > 4 for batch in backend.batches)
+
+
+def test_a_cancelled_request_leaves_a_sound_cache() -> None:
+    backend = Chancy(delay=0.002)
+    with speculating(backend, Chancy(1.0)) as model:
+        stream = model.generate("abc", True, ignore_eos=True)
+        pieces = [next(stream) for _ in range(3)]
+        stream.cancel()
+        rest = list(stream)
+        assert rest[-1].finish_reason == "cancelled"
+        tokens = [t for chunk in (*pieces, *rest) for t in chunk.tokens]
+        again = model.generate("abc", max_tokens=len(tokens), ignore_eos=True)
+        assert again.tokens == tokens
+
+
+class Small(Chancy):
+    """A cache of so many cells for all sequences together."""
+
+    def __init__(self, n_cells: int, other: float = 0.0, **options: Any) -> None:
+        super().__init__(other, **options)
+        self.n_cells = n_cells
+
+    def forward(self, batch: Batch) -> NDArray[np.float32]:
+        if sum(map(len, self.cells.values())) + len(batch) > self.n_cells:
+            raise DoesNotFitError("full")
+        return super().forward(batch)
+
+
+def test_guesses_give_way_where_the_cache_is_full() -> None:
+    with speculating(Small(41, n_ctx=40), Chancy(n_ctx=40)) as model:
+        assert len(model.generate("abc", ignore_eos=True).tokens) == 37
+
+
+def test_a_draft_without_room_is_left_alone() -> None:
+    plain = Chancy()
+    tokenizer: Any = FakeTokenizer()
+    with Model(plain, tokenizer) as model:
+        expected = model.generate("abc", temperature=0, max_tokens=50).tokens
+    with speculating(Chancy(), Small(20), ngram=False, most=2, least=2) as model:
+        reply = model.generate("abc", max_tokens=50)
+        assert reply.tokens == expected
+        assert 0 < reply.stats.draft_n < 20
+
+
+def test_a_draft_with_a_short_memory_reads_the_end_of_the_text() -> None:
+    n_ctx = 4 * REACH
+    target, draft = Chancy(n_ctx=n_ctx, n_batch=256), Chancy(n_ctx=64, n_batch=256)
+    with speculating(target, draft, ngram=False, most=6, least=6) as model:
+        prompt = [random.Random(0).randrange(256) for _ in range(n_ctx - 200)]
+        stats = model.generate(prompt, max_tokens=150, ignore_eos=True).stats
+        assert stats.draft_n_accepted == stats.draft_n > 50  # two tokens back is all that matters here
+    draft = Chancy(n_ctx=n_ctx, n_batch=256)
+    with speculating(Chancy(n_ctx=n_ctx, n_batch=256), draft, ngram=False, most=6, least=6) as model:
+        model.generate(prompt, max_tokens=2)
+        model.generate(prompt, max_tokens=20, ignore_eos=True)
+        assert draft.n_evaluated <= REACH + 60
+
+
+def test_where_guesses_do_not_pay_they_stop_and_are_tried_again() -> None:
+    backend, draft = Chancy(n_ctx=900), Chancy(30.0, n_ctx=900)
+    slow = [1.0, 2.0, 3.0, 4.0, *(5.0 + i for i in range(20))]  # each row as dear as a step
+    with speculating(backend, draft, costs=slow) as model:
+        stats = model.generate("abc", temperature=1.0, seed=1, max_tokens=800, ignore_eos=True).stats
+        assert stats.draft_n < 150
+        assert len(draft.batches) < 200
+        last = max(int(batch.positions.max()) for batch in draft.batches)
+        assert last > 200  # long after the first pause
+
+
+@pytest.mark.parametrize("least", [1, 4])
+def test_a_fixed_length_is_kept(least: int) -> None:
+    backend = Chancy()
+    with speculating(backend, Chancy(30.0), most=least, least=least, ngram=False) as model:
+        stats = model.generate("abc", max_tokens=60, ignore_eos=True).stats
+        assert len(stats.draft_positions) == least
+        assert stats.draft_positions[0][0] >= 40
+        assert {len(batch) for batch in backend.batches[1:-6]} == {least + 1}
+
+
+def test_unsure_tokens_are_not_guessed_on_demand() -> None:
+    with speculating(Chancy(), Chancy(), most=4, least=4, p_min=1.0, ngram=False) as model:
+        assert model.generate("abc", max_tokens=20).stats.draft_n == 0
+
+
+def test_a_text_that_repeats_itself_is_guessed_without_a_draft() -> None:
+    line = "one two three four five six seven "
+    backend = FakeBackend(says(line * 6), n_ctx=512)
+    with speculating(backend) as model:
+        reply = model.generate("\n")
+        assert reply.text == line * 6
+        assert len(backend.batches) < 100
+
+
+def test_a_text_that_has_ended_helps_the_next_one() -> None:
+    backend = FakeBackend(says("It was a dark and stormy night; the rain fell in torrents."), n_ctx=256)
+    with speculating(backend) as model:
+        model.generate("a\n")
+        first = len(backend.batches)
+        reply = model.generate("something else\n")
+        assert reply.text.endswith("torrents.")
+        assert len(backend.batches) - first < first / 2
+
+
+# The distribution
+
+
+@pytest.mark.parametrize("kind", ["draft", "ngram"])
+def test_sampled_replies_follow_the_targets_distribution(kind: str) -> None:
+    """Chi-square of three-token replies over many seeds against the product of the target's probabilities."""
+    parameters: dict[str, Any] = {"temperature": 0.7, "top_k": 3, "top_p": 1.0, "min_p": 0.0, "max_tokens": 3}
+    backend = Chancy()
+    draft = Chancy(1.5) if kind == "draft" else None
+    n_runs, counts, guessed = 2000, {}, 0
+    with speculating(backend, draft, ngram=draft is None, most=3, least=3) as model:
+        prompt = [5, 6, 7, 5, 6, 7, 5, 6]
+        for seed in range(n_runs):
+            reply = model.generate(prompt, seed=seed, ignore_eos=True, **parameters)
+            key = tuple(reply.tokens)
+            counts[key] = counts.get(key, 0) + 1
+            guessed += reply.stats.draft_n
+    assert guessed > n_runs
+
+    def chances(text: list[int]) -> dict[int, float]:
+        logits = Chancy()._logits(text).astype(np.float64)
+        logits[[EOS, 258]] = -np.inf
+        best = np.argsort(-logits)[:3]
+        weights = np.exp((logits[best] - logits[best[0]]) / 0.7)
+        return dict(zip(best.tolist(), (weights / weights.sum()).tolist(), strict=True))
+
+    expected = {}
+    for a, p in chances(prompt).items():
+        for b, q in chances([*prompt, a]).items():
+            for c, r in chances([*prompt, a, b]).items():
+                expected[a, b, c] = n_runs * p * q * r
+    assert set(counts) <= set(expected)
+    usual = [key for key, value in expected.items() if value >= 5]
+    rare = sum(value for key, value in expected.items() if value < 5)
+    seen = sum(count for key, count in counts.items() if key not in usual)
+    chi2 = sum((counts.get(key, 0) - expected[key]) ** 2 / expected[key] for key in usual)
+    chi2 += (seen - rare) ** 2 / rare if rare > 5 else 0
+    freedom = len(usual)
+    assert freedom > 10
+    assert chi2 < freedom + 4 * math.sqrt(2 * freedom)
+
+
+# Parts
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_the_memory_finds_only_what_is_there(data: st.DataObject) -> None:
+    memory = NgramMemory(200)
+    tokens = np.zeros(200, np.int32)
+    n = 0
+    for _ in range(data.draw(st.integers(1, 8))):
+        n = data.draw(st.integers(0, n))  # goes back, as another prompt does
+        more = data.draw(st.lists(st.integers(0, 3), max_size=60))[: 200 - n]
+        tokens[n : n + len(more)] = more
+        n += len(more)
+        memory.sync(tokens, n)
+        guess, agreed = memory.find(tokens, n, 10)
+        text = tokens[:n].tolist()
+        if not guess:
+            assert agreed == 0
+            continue
+        assert len(guess) == 10 and agreed >= 2
+        places = [p for p in range(agreed, n) if text[p - agreed : p] == text[n - agreed :]]
+        assert any((text[p:] * 10)[:10] == guess for p in places)
+
+
+def test_the_memory_prefers_the_longest_agreement() -> None:
+    memory = NgramMemory(64)
+    text = np.array([1, 2, 3, 4, 5, 9, 8, 4, 5, 7, 1, 2, 3, 4, 5], np.int32)
+    memory.sync(text, len(text))
+    assert memory.find(text, len(text), 3) == ([9, 8, 4], 5)
+
+
+def test_a_full_memory_begins_anew() -> None:
+    memory = NgramMemory(32)
+    for start in range(0, 100, 10):
+        memory.append(np.arange(start, start + 10, dtype=np.int32))
+    context = np.array([92, 93, 94], np.int32)
+    assert memory.find(context, 3, 3)[0] == [95, 96, 97]
+    memory.append(np.arange(1000, 1100, dtype=np.int32))
+    assert memory.find(np.array([1090, 1091, 1092], np.int32), 3, 2)[0] == [1093, 1094]
+
+
+def test_costs_follow_the_machine_and_keep_their_proportions() -> None:
+    costs = Costs([1.0, 1.1, 1.2, 2.0])
+    for _ in range(60):
+        costs.learn(1, 3.0)
+    assert costs[1] == pytest.approx(3.0, rel=0.01)
+    assert costs[4] / costs[1] == pytest.approx(2.0, rel=0.01)
+    for _ in range(300):
+        costs.learn(1, 3.0)
+        costs.learn(4, 3.6)
+    assert costs[4] / costs[1] == pytest.approx(1.2, rel=0.1)
+    costs.learn(1, 3000.0)  # a step that was held up
+    assert costs[1] < 3.5
+
+
+def test_costs_are_measured_and_nothing_stays_in_the_cache() -> None:
+    class Slow(FakeBackend):
+        def forward(self, batch: Batch) -> NDArray[np.float32]:
+            time.sleep(0.001 * len(batch))
+            return super().forward(batch)
+
+    backend = Slow()
+    costs = Costs.measure(backend, 12)
+    assert backend.length(0) == 0 and len(costs) == 12
+    assert 2.0 < costs[4] / costs[1] < 6.0
+    assert all(costs[n] <= costs[n + 1] for n in range(1, 12))
+
+
+def test_odds_move_from_what_is_believed_to_what_is_seen() -> None:
+    odds = Odds([0.2, 0.9])
+    assert odds[0] == pytest.approx(0.2)
+    for i in range(400):
+        odds.learn(0, i % 4 != 0)
+    assert odds[0] == pytest.approx(0.75, abs=0.05)
+    assert odds[1] == pytest.approx(0.9)
+
+
+def test_a_source_that_does_not_pay_pauses_longer_each_time() -> None:
+    source, tries = Source(0.5, 0.1), []
+    for step in range(3000):
+        if source.ready:
+            tries.append(step)
+            source.learn(0, 0.2, 1.0)
+        else:
+            source.rest()
+    gaps = [b - a for a, b in itertools.pairwise(tries) if b - a > 1]
+    assert gaps == sorted(gaps) and len(set(gaps)) >= 3
+    assert len(tries) < 40
+    for _ in range(2000):
+        if source.ready:
+            source.learn(2, 0.2, 1.0)
+        else:
+            source.rest()
+    assert source.net(1.0) > 1.5
+
+
+def test_a_draft_that_breaks_does_not_break_the_reply() -> None:
+    class Broken(Chancy):
+        def forward(self, batch: Batch) -> NDArray[np.float32]:
+            if self.n_evaluated > 30:
+                raise EdgertError("the draft's weights are damaged")
+            return super().forward(batch)
+
+    with speculating(Chancy(), Broken(), ngram=False) as model:
+        assert len(model.generate("abc", max_tokens=60, ignore_eos=True).tokens) == 60
