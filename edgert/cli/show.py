@@ -80,9 +80,20 @@ def describe_file(file: GGUFFile, n_ctx: int | None) -> dict[str, Any]:
         },
         "chat_template": template if isinstance(template, str) else None,
         "sampling": sampling(file),
+        "quantization": quantization(file),
         "memory": memory_cost(file, architecture, n_ctx) if architecture else {},
     }
     return facts
+
+
+def quantization(file: GGUFFile) -> dict[str, Any]:
+    """What edgert's quantizer noted in the file of its own making, and how far the model is from its source."""
+    from dataclasses import asdict
+
+    from edgert.quantize.report import from_metadata
+
+    facts, domains = from_metadata(file.metadata)
+    return facts | {"quality": {name: asdict(row) for name, row in domains.items()}} if facts else {}
 
 
 def tensor_types(file: GGUFFile) -> list[dict[str, Any]]:
@@ -153,6 +164,8 @@ def memory_cost(file: GGUFFile, architecture: Architecture, n_ctx: int | None) -
 
 def as_text(facts: dict[str, Any]) -> str:
     """The facts for reading."""
+    from edgert.quantize.report import Domain, quality_lines
+
     lines: list[tuple[str, str]] = [("model", facts["model"]), ("file", facts["path"])]
     if facts["name"]:
         licence = f" ({facts['license']})" if facts["license"] else ""
@@ -191,6 +204,11 @@ def as_text(facts: dict[str, Any]) -> str:
     template = facts["chat_template"]
     lines.append(("template", f"{len(template)} characters (--template prints it)" if template else "none"))
     lines.append(("sampling", ", ".join(f"{name} {value}" for name, value in facts["sampling"].items())))
+    if made := facts["quantization"]:
+        again = ", which was quantized before" if made["requantized"] else ""
+        text = f"{made['calibration_tokens']:,} tokens of {made['calibration']}" if made["calibration"] else "no text"
+        lines.append(("quantized", f"from {made['source_types']}{again}, calibrated on {text}"))
+        lines += quality_lines({name: Domain(**row) for name, row in made["quality"].items()})
     if cost := facts["memory"]:
         lines.append(
             (

@@ -1,0 +1,75 @@
+"""The Hessians of all matrices' inputs, kept on disk: together they can take more memory than the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.quantize import calibration
+from edgert.quantize.engine import Engine
+from edgert.quantize.feedback import DAMPING, Curvature
+
+CACHED = 4  # of the last curvatures: tensors with the same input are mostly asked for one after another
+
+
+class Curvatures:
+    """Called with a tensor's name, it gives the curvature of its inputs.
+
+    Raises: KeyError for a tensor that was not among the names.
+    """
+
+    def __init__(self, folder: Path, dampings: dict[str, float]) -> None:
+        """folder: where the Hessians lie; dampings: of tensors that need another one than the rest."""
+        self._folder, self._dampings = folder, dampings
+        self._inputs: dict[str, str] = {}  # the tensor under whose name the Hessian of a tensor's input is kept
+        self._cache: dict[tuple[str, float], Curvature] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._inputs
+
+    def __call__(self, name: str) -> Curvature:
+        key = self._inputs[name], self._dampings.get(name, DAMPING)
+        if key not in self._cache:
+            while len(self._cache) >= CACHED:
+                del self._cache[next(iter(self._cache))]
+            self._cache[key] = Curvature.of(np.load(self._path(key[0])), key[1])
+        return self._cache[key]
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.npy"
+
+    def collect(
+        self,
+        engine: Engine,
+        chunks: Sequence[NDArray[np.int32]],
+        names: Collection[str],
+        max_bytes: int,
+        *,
+        resume: bool = False,
+        on_chunk: Callable[[int, int], object] | None = None,
+    ) -> None:
+        """Lets the model read, as often as it takes to keep within max_bytes of memory.
+
+        names:   the tensors wanted, those of stacked experts left out
+        resume:  take what an earlier collect has left in the folder
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for shared in calibration.inputs_of(engine):
+            wanted = [name for name in shared if name in names]
+            self._inputs |= dict.fromkeys(wanted, wanted[0] if wanted else "")
+        missing = {key for key in self._inputs.values() if not (resume and self._path(key).exists())}
+        for hessians in calibration.hessian_passes(engine, chunks, missing, max_bytes, on_chunk):
+            for name, key in self._inputs.items():
+                if name in hessians and key in missing:
+                    self._save(key, hessians[name] / np.float32(hessians.count(name)))
+                    missing.discard(key)
+
+    def _save(self, name: str, hessian: NDArray[np.float32]) -> None:
+        """Writes it whole or not at all."""
+        part = self._path(name).with_suffix(".part")
+        with open(part, "wb") as file:
+            np.save(file, hessian)
+        part.replace(self._path(name))

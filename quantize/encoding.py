@@ -1,0 +1,83 @@
+"""One tensor of floats -> the bytes of its type, in the way that loses least."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.quantize import convert, feedback, grid, rounding
+from edgert.quantize.feedback import Curvature
+from edgert.quantize.formats import Format
+from edgert.quantize.rounding import GRIDS
+from edgert.quantize.source_tensor import SourceTensor
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+SLAB_BYTES = 1 << 24  # of float32 rows in work at a time
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is known of the inputs that a matrix multiplies.
+
+    importance:  mean squares by column, float32 (n_cols,), or (n_mat, n_cols) for experts
+    curvature:   their correlations; None: no error feedback
+    held_out:    those of other text, to judge by; None: error feedback without a question
+    """
+
+    importance: Floats | None = None
+    curvature: Curvature | None = None
+    held_out: Curvature | None = None
+
+
+def slabs(tensor: SourceTensor) -> Iterator[tuple[int, Floats]]:
+    """(index of the matrix, rows) of a tensor, a few rows of one matrix at a time."""
+    rows_of_matrix = tensor.shape[-2] if len(tensor.shape) > 1 else 1
+    step = max(1, SLAB_BYTES // (4 * tensor.n_cols))
+    for first in range(0, tensor.n_rows, rows_of_matrix):
+        for start in range(first, first + rows_of_matrix, step):
+            yield first // rows_of_matrix, tensor.rows(start, min(start + step, first + rows_of_matrix))
+
+
+def encode(tensor: SourceTensor, format: Format, inputs: Inputs, n_threads: int) -> tuple[str, Iterator[Bytes]]:
+    """The method taken, one of report.METHODS, and the tensor's bytes in pieces, uint8 (rows, row_bytes) each."""
+    if format.name not in GRIDS:
+        return "float", (convert.encode(values, format) for _, values in slabs(tensor))
+    if format.name == "Q4_0" and grid.lies_on_q4_0(values for _, values in slabs(tensor)):
+        return "grid", (
+            grid.encode(values, rounding.quantize(values, format, n_threads=n_threads)) for _, values in slabs(tensor)
+        )
+    if inputs.curvature is not None and len(tensor.shape) == 2:
+        return _with_feedback(tensor, format, inputs.curvature, inputs.held_out, n_threads)
+    return ("plain" if inputs.importance is None else "weighted"), (
+        rounding.quantize(values, format, _row(inputs.importance, matrix), n_threads=n_threads)
+        for matrix, values in slabs(tensor)
+    )
+
+
+def _row(importance: Floats | None, matrix: int) -> Floats | None:
+    return importance[matrix] if importance is not None and importance.ndim == 2 else importance
+
+
+def _with_feedback(
+    tensor: SourceTensor, format: Format, curvature: Curvature, held_out: Curvature | None, n_threads: int
+) -> tuple[str, Iterator[Bytes]]:
+    """Rounds with error feedback; and without, if there are held-out inputs to tell which errs less on them."""
+    ways = {"feedback": partial(feedback.quantize, curvature=curvature, method="search", n_threads=n_threads)}
+    if held_out is None:
+        return "feedback", (ways["feedback"](values, format) for _, values in slabs(tensor))
+    ways["weighted"] = partial(rounding.quantize, importance=curvature.importance, n_threads=n_threads)
+    found: dict[str, list[Bytes]] = {name: [] for name in ways}
+    errors = dict.fromkeys(ways, 0.0)
+    for _, values in slabs(tensor):
+        for name, way in ways.items():
+            data = way(values, format)
+            found[name].append(data)
+            errors[name] += feedback.error_of(data, format, values, held_out)
+    best = min(ways, key=lambda name: errors[name])
+    return best, iter(found[best])

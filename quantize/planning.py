@@ -1,0 +1,137 @@
+"""Which type every tensor of a source gets: what stays float, what was asked for, and the rest by the budget."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from edgert.errors import DoesNotFitError
+from edgert.quantize import mixes
+from edgert.quantize.allocation import Candidate, Pins, allocate, candidates, offered, padded_bytes
+from edgert.quantize.convert import fits_f16
+from edgert.quantize.formats import FORMATS, Format
+from edgert.quantize.gguf_value import Value
+from edgert.quantize.report import Fallback
+from edgert.quantize.settings import Budget
+from edgert.quantize.source import FLOATS, Source
+from edgert.quantize.source_tensor import SourceTensor
+
+QUANTIZATION_VERSION = 2
+# llama.cpp's general.file_type by the name of the mix, or of the type that most weights have.
+FILE_TYPES = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K_S": 11, "Q3_K": 12,
+    "Q3_K_M": 12, "Q3_K_L": 13, "Q4_K_S": 14, "Q4_K": 15, "Q4_K_M": 15, "Q5_K_S": 16, "Q5_K": 17, "Q5_K_M": 17,
+    "Q6_K": 18, "Q2_K_S": 21, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32,
+}  # fmt: skip
+
+Loss = Callable[[str, Format], float]  # what the output loses when this tensor alone takes this type
+
+
+@dataclass(frozen=True)
+class Plan:
+    """types: of every tensor, in the order of the source; predicted_loss: the sum of the losses, where it was least."""
+
+    types: dict[str, Format]
+    fallbacks: list[Fallback] = field(default_factory=list)
+    predicted_loss: float | None = None
+    mix: str = ""  # by whose name llama.cpp calls the file; else by the type of most weights
+
+    def metadata(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Value]:
+        """The keys of the file that tell how it was quantized."""
+        sums: Counter[str] = Counter()
+        for name, shape in shapes.items():
+            sums[self.types[name].name] += math.prod(shape)
+        mix = self.mix or sums.most_common(1)[0][0]
+        return {
+            "general.file_type": Value.u32(FILE_TYPES.get(mix, 0)),
+            "general.quantization_version": Value.u32(QUANTIZATION_VERSION),
+        }
+
+
+class Planner:
+    """What can be decided about one source."""
+
+    def __init__(self, source: Source, pins: Pins) -> None:
+        self._source = source
+        self.shapes = {
+            name: tensor.shape for name, tensor in source.tensors.items() if mixes.is_quantizable(name, tensor.shape)
+        }
+        self._fallbacks: list[Fallback] = []
+        stored = {name: as_it_is(source.tensors[name]) for name in self.shapes}
+        pinned = pins.resolve(self.shapes, stored)
+        self._fixed = {name: self._possible(name, format, format) for name, format in pinned.items()}
+        for name, tensor in source.tensors.items():
+            if name not in self.shapes:
+                self._fixed[name] = FORMATS["F32"] if len(tensor.shape) == 1 else as_it_is(tensor)
+        self.open = [name for name in self.shapes if name not in self._fixed]  # left to the budget
+
+    def mixed(self, mix: str, calibrated: bool) -> Plan:
+        """llama.cpp's choice by name and layer."""
+        a = self._source.describe()
+        facts = mixes.ModelFacts(
+            a.n_layer,
+            n_gqa=a.n_head // a.n_head_kv,
+            has_importance=calibrated,
+            is_70b=a.n_layer == 80 and a.name in ("llama", "qwen2"),
+        )
+        used = mixes.mix(mix, self.shapes, facts)
+        # The same model with rows that every block divides shows what was meant.
+        wide = {name: (*shape[:-1], 256 * -(-shape[-1] // 256)) for name, shape in self.shapes.items()}
+        meant = mixes.mix(mix, wide, facts)
+        return self._plan({name: self._possible(name, meant[name], used[name]) for name in self.open}, mix=mix.upper())
+
+    def floats(self) -> Plan:
+        """Everything as it is."""
+        return self._plan({name: as_it_is(self._source.tensors[name]) for name in self.open})
+
+    def allocated(self, budget: Budget, n_header: int, loss: Loss) -> Plan:
+        """The types whose losses add up to the least within a budget of bits or bytes.
+
+        n_header:  bytes of the file that are not tensors
+
+        Raises: DoesNotFitError for a budget that cannot be kept.
+        """
+        if budget.bpw is not None:
+            n_bytes = int(budget.bpw * sum(math.prod(tensor.shape) for tensor in self._source.tensors.values()) / 8)
+        else:
+            n_bytes = (budget.size or 0) - n_header
+        n_bytes -= sum(
+            padded_bytes(name, self._source.tensors[name].shape, format) for name, format in self._fixed.items()
+        )
+        try:
+            chosen = allocate({name: self._candidates(name, loss) for name in self.open}, n_bytes)
+        except DoesNotFitError as error:
+            raise DoesNotFitError(f"{self._source.path} cannot be made so small. {error}") from error
+        return self._plan(chosen.types, chosen.loss)
+
+    def _candidates(self, name: str, loss: Loss) -> list[Candidate]:
+        formats = [*offered(self.shapes[name]), as_it_is(self._source.tensors[name])]
+        return candidates(name, self.shapes[name], {format: loss(name, format) for format in formats})
+
+    def _possible(self, name: str, meant: Format, used: Format) -> Format:
+        """The type to be used, with a note where it is not the one that was meant."""
+        tensor = self._source.tensors[name]
+        reason = f"rows of {tensor.n_cols} are no blocks of {meant.block_size}"
+        if used.name == "F16" and not fits_f16(tensor):
+            used = FORMATS["BF16" if tensor.format.name == "BF16" else "F32"]
+            reason = "it has values beyond F16's 65504"
+        if used is not meant:
+            added = used.bits_per_weight - meant.bits_per_weight
+            self._fallbacks.append(Fallback(name, meant.name, used.name, reason, added))
+        return used
+
+    def _plan(self, chosen: dict[str, Format], loss: float | None = None, mix: str = "") -> Plan:
+        types = self._fixed | chosen
+        return Plan({name: types[name] for name in self._source.tensors}, self._fallbacks, loss, mix)
+
+
+def as_it_is(tensor: SourceTensor) -> Format:
+    """The type that keeps the tensor's values; BF16 for those that are quantized already."""
+    return tensor.format if tensor.format.name in FLOATS else FORMATS["BF16"]
+
+
+def head(source: Source) -> str:
+    """The matrix that makes the logits."""
+    return "output.weight" if "output.weight" in source.tensors else "token_embd.weight"

@@ -1,0 +1,348 @@
+"""From a model of floats to one of few bits: calibrate, plan, round tensor by tensor, write, compare."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from edgert.errors import RequestError
+from edgert.quantize import calibration, comparison, encoding, sensitivity
+from edgert.quantize.allocation import Pins, offered
+from edgert.quantize.calibration import Statistics
+from edgert.quantize.curvatures import Curvatures
+from edgert.quantize.encoding import Inputs
+from edgert.quantize.engine import Engine, open_engine
+from edgert.quantize.feedback import TIED_DAMPING
+from edgert.quantize.gguf_layout import TensorPlan
+from edgert.quantize.gguf_layout import plan as layout
+from edgert.quantize.gguf_value import Value
+from edgert.quantize.gguf_writer import Writer
+from edgert.quantize.imatrix import read_imatrix, write_imatrix
+from edgert.quantize.planning import Loss, Plan, Planner, as_it_is
+from edgert.quantize.prior import Prior
+from edgert.quantize.progress import OnProgress, silent
+from edgert.quantize.report import Domain, Report, quality_metadata
+from edgert.quantize.rounding import GRIDS
+from edgert.quantize.sensitivity import Sensitivity
+from edgert.quantize.settings import Budget, Settings, n_bytes
+from edgert.quantize.source import Source, open_source
+from edgert.quantize.text_parts import Chunks, TextParts
+
+DEFAULT = ("default",)  # the sets that come with the package
+PROBE_CHUNKS = 8  # that the model reads for each probe of its sensitivity
+CHUNK = 512  # tokens that the model reads at a time while it is calibrated, as llama.cpp's imatrix has them
+
+
+def quantize(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None,
+    *,
+    budget: Budget | float | int | str | None = None,
+    calibration: Sequence[str | os.PathLike[str]] | None = None,
+    imatrix: str | os.PathLike[str] | None = None,
+    sensitivity: str | os.PathLike[str] | None = None,
+    gptq: str = "auto",
+    tensor_types: Mapping[str, str] | None = None,
+    output_type: str | None = None,
+    embedding_type: str | None = None,
+    keep: Sequence[str] = (),
+    dry_run: bool = False,
+    resume: bool = False,
+    report: bool | None = None,
+    report_text: Sequence[str | os.PathLike[str]] = (),
+    seed: int = 0,
+    n_threads: int | None = None,
+    max_memory: int | str = 2 << 30,
+    split_max_size: int | str | None = None,
+    allow_requantize: bool = False,
+    progress: OnProgress = silent,
+) -> Report:
+    """Writes a GGUF model of few bits.
+
+    source:        a Hugging Face folder, or a GGUF file of floats
+    out:           the file to write; None together with dry_run
+    budget:        bits per weight (4.8 without it), a size such as "95MB", or the name of one of llama.cpp's mixes
+                   such as "q4_k_m" or of one type
+    calibration:   files and names of text sets; () for none; None for the usual set
+    imatrix:       importances from a file, in place of calibrating
+    sensitivity:   what `edgert sensitivity` measured, in place of measuring
+    gptq:          "auto", "on" or "off": error feedback
+    tensor_types:  {regular expression: type} for tensors by name; output_type and embedding_type likewise
+    keep:          regular expressions of tensors that stay floats as they are
+    report:        compare the result with the source on held-out text; None: where there was a calibration
+    report_text:   the held-out texts; () for the usual ones
+    progress:      called with (stage, tensor or text, done, total)
+
+    Raises: EdgertError and its subclasses, when the source, the disk or a setting is at fault. What was under the
+        name `out` stays as it is until the new file is whole.
+    """
+    pins = Pins(tuple((tensor_types or {}).items()), tuple(keep), output_type, embedding_type)
+    if gptq not in ("auto", "on", "off"):
+        raise RequestError("gptq", f"is {gptq!r}, and must be auto, on or off")
+    names = DEFAULT if calibration is None else tuple(os.fspath(item) for item in calibration)
+    settings = Settings(
+        budget=Budget.of(budget),
+        calibration=() if imatrix is not None else names,
+        imatrix=None if imatrix is None else Path(imatrix),
+        sensitivity=None if sensitivity is None else Path(sensitivity),
+        gptq=gptq,  # type: ignore[arg-type]
+        pins=pins,
+        resume=resume,
+        seed=seed,
+        n_threads=n_threads or os.cpu_count() or 1,
+        max_memory=n_bytes(max_memory, "max_memory"),
+        split_max_size=None if split_max_size is None else n_bytes(split_max_size, "split_max_size"),
+        report=bool(names) if report is None else report,
+        report_text=tuple(os.fspath(item) for item in report_text),
+    )
+    with open_source(source, allow_requantize=allow_requantize) as opened:
+        quantizer = Quantizer(opened, None if out is None else Path(out), settings, progress)
+        return quantizer.plan_only() if dry_run or out is None else quantizer.run()
+
+
+class Quantizer:
+    """One quantization of an open source."""
+
+    def __init__(self, source: Source, out: Path | None, settings: Settings, progress: OnProgress) -> None:
+        self.source, self.out, self.settings, self._progress = source, out, settings, progress
+        self.planner = Planner(source, settings.pins)
+        self._started = time.monotonic()
+        self._resources = ExitStack()
+
+    def plan_only(self) -> Report:
+        """What would be written."""
+        with self._resources:
+            plan = self._plan()
+            report = self._report(plan)
+            report.n_bytes = sum(part.n_bytes for part in self._parts(plan))
+            return report
+
+    def run(self) -> Report:
+        """Writes the file."""
+        assert self.out is not None
+        with self._resources:
+            plan = self._plan()
+            report = self._report(plan)
+            with Writer(
+                self.out,
+                self._metadata,
+                self._tensors(plan),
+                split_max_size=self.settings.split_max_size,
+                resume=self.settings.resume,
+                fingerprint=f"{self.source.fingerprint} {self.settings.decisive}",
+            ) as writer:
+                self._write(writer, plan, report)
+                if self._domains:
+                    report.domains = self._compare(writer)
+                figures = report.metadata() | quality_metadata(report.domains)
+                writer.update(plan.metadata(self._shapes) | _values(figures))
+            report.paths, report.n_bytes = tuple(str(path) for path in writer.paths), writer.n_bytes
+        if "_work" in vars(self):
+            shutil.rmtree(self._work, ignore_errors=True)
+        report.seconds = time.monotonic() - self._started
+        report.peak_memory = _peak_memory()
+        return report
+
+    # What is known before a type is chosen.
+
+    @cached_property
+    def _work(self) -> Path:
+        """Where what a resumed run may use again lies: beside the result, or nowhere lasting where there is none."""
+        if self.out is None:
+            return Path(self._resources.enter_context(TemporaryDirectory(prefix="edgert-")))
+        folder, note = self.out.with_name(self.out.name + ".work"), "settings"
+        made_for = f"{self.source.fingerprint} {self.settings.measured}"
+        if not (self.settings.resume and (folder / note).exists() and (folder / note).read_text() == made_for):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            (folder / note).write_text(made_for)
+        return folder
+
+    @cached_property
+    def _engine(self) -> Engine:
+        """The source, running."""
+        self._progress("loading", "", 0, 1)
+        engine = open_engine(self.source, n_ctx=CHUNK, n_threads=self.settings.n_threads)
+        self._resources.callback(engine.close)
+        return engine
+
+    @cached_property
+    def _texts(self) -> TextParts:
+        settings = self.settings
+        texts = None if settings.calibration == DEFAULT else settings.calibration
+        return TextParts.read(self._engine, texts, settings.report_text, CHUNK, settings.calibration_tokens)
+
+    @cached_property
+    def _statistics(self) -> Statistics | None:
+        """The importance of columns: from a file, or by letting the model read."""
+        if self.settings.imatrix is not None:
+            return read_imatrix(self.settings.imatrix)
+        if not self.settings.calibration:
+            return None
+        path = self._work / "imatrix.gguf"
+        if self.settings.resume and path.exists():
+            return read_imatrix(path)
+        tell = partial(self._progress, "calibrating", "")
+        statistics = calibration.calibrate(
+            self._engine, self._texts.training, datasets=self._texts.names, on_chunk=tell
+        )
+        write_imatrix(path, statistics)
+        return statistics
+
+    @cached_property
+    def _curvatures(self) -> tuple[Curvatures, Curvatures]:
+        """The correlations of inputs, and those of the text to judge by."""
+        found = []
+        tied = {"token_embd.weight": TIED_DAMPING}
+        for stage, chunks in (("correlating", self._texts.training), ("judging", self._texts.judging)):
+            curvatures = Curvatures(self._work / stage, tied)
+            curvatures.collect(
+                self._engine,
+                chunks,
+                self.planner.shapes,
+                self.settings.max_memory,
+                resume=self.settings.resume,
+                on_chunk=partial(self._progress, stage, ""),
+            )
+            found.append(curvatures)
+        return found[0], found[1]
+
+    # Which type each tensor takes.
+
+    def _plan(self) -> Plan:
+        settings = self.settings
+        if settings.budget.mix is not None:
+            return self.planner.mixed(settings.budget.mix, calibrated=not settings.fast)
+        n_header = len(layout(Path("x.gguf"), self._metadata, self._tensors(self.planner.floats()))[0].header)
+        plan = self.planner.allocated(settings.budget, n_header, self._loss())
+        return replace(plan, predicted_loss=None) if self._guesses else plan
+
+    @property
+    def _guesses(self) -> bool:
+        """Whether losses come from experience and are no divergence."""
+        return self.settings.sensitivity is None and not self.settings.calibration
+
+    def _loss(self) -> Loss:
+        """How much each tensor's type costs: measured, or by experience."""
+        settings = self.settings
+        if settings.sensitivity is not None:
+            return Sensitivity.load(settings.sensitivity).loss
+        if self._guesses:
+            return Prior(self.source, settings.n_threads).loss
+        path = self._work / "sensitivity.json"
+        if settings.resume and path.exists():
+            return Sensitivity.load(path).loss
+        curvatures, held_out = self._curvatures
+        matrices = {name: self.source.tensors[name] for name in self.planner.open if name in curvatures}
+        found = sensitivity.measure(
+            self._engine,
+            matrices,
+            curvatures,
+            self._texts.judging[:PROBE_CHUNKS],
+            lambda tensor: [*offered(tensor.shape), as_it_is(tensor)],
+            held_out=held_out,
+            with_feedback=self._feeds_back,
+            n_threads=settings.n_threads,
+            fingerprint=self.source.fingerprint,
+            on_step=partial(self._progress, "measuring", ""),
+        )
+        found.save(path)
+        return found.loss
+
+    # The file.
+
+    @property
+    def _domains(self) -> dict[str, Chunks]:
+        """The held-out texts that the result is compared with its source on."""
+        return self._texts.held_out if self.settings.report else {}
+
+    @cached_property
+    def _metadata(self) -> dict[str, Value]:
+        """The keys of the file, with room for what is known only at the end."""
+        unknown = dict.fromkeys(self._domains, Domain(0, 0.0, 0.0, 0.0, 0.0, 0.0))
+        facts = self._report(self.planner.floats()).metadata() | quality_metadata(unknown)
+        return self.source.metadata | self.planner.floats().metadata(self._shapes) | _values(facts)
+
+    def _tensors(self, plan: Plan) -> list[TensorPlan]:
+        """The tensors in the order of the file."""
+        return [(name, self.source.tensors[name].shape, format) for name, format in plan.types.items()]
+
+    @property
+    def _feeds_back(self) -> bool:
+        return self.settings.gptq != "off" and bool(self.settings.calibration)
+
+    def _write(self, writer: Writer, plan: Plan, report: Report) -> None:
+        """Rounds and writes what is still missing."""
+        sizes = {name: math.prod(shape) for name, shape in report.shapes.items()}
+        total, pending = sum(sizes.values()), list(writer.pending)
+        done = total - sum(sizes[name] for name in pending)
+        for name in pending:
+            self._progress("quantizing", name, done, total)
+            tensor, format = self.source.tensors[name], plan.types[name]
+            inputs = self._inputs(name) if format.name in GRIDS else Inputs()
+            report.methods[name], pieces = encoding.encode(tensor, format, inputs, self.settings.n_threads)
+            for piece in pieces:
+                writer.write(name, piece)
+            done += sizes[name]
+        self._progress("quantizing", "", total, total)
+
+    def _inputs(self, name: str) -> Inputs:
+        """What is known of what a matrix multiplies."""
+        importance = self._statistics.importance(name) if self._statistics is not None else None
+        if not self._feeds_back or name not in self._curvatures[0]:
+            return Inputs(importance)
+        curvatures, held_out = self._curvatures
+        return Inputs(importance, curvatures(name), None if self.settings.gptq == "on" else held_out(name))
+
+    def _compare(self, writer: Writer) -> dict[str, Domain]:
+        """How far what was written is from its source."""
+        path = comparison.under_a_name(writer.written(), writer.paths, self._work)
+        found = {}
+        with open_engine(path, n_ctx=CHUNK, n_threads=self.settings.n_threads, weights_as=None) as result:
+            for name, chunks in self._domains.items():
+                tell = partial(self._progress, "comparing", name)
+                found[name] = Domain.of(comparison.compare(self._engine, result, chunks, tell))
+        return found
+
+    @property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self.source.tensors.items()}
+
+    def _report(self, plan: Plan) -> Report:
+        source, statistics = self.source, self._statistics
+        types = sorted({tensor.format.name for tensor in source.tensors.values()})
+        return Report(
+            source=str(source.path),
+            source_types=tuple(types),
+            requantized=source.is_quantized,
+            types={name: format.name for name, format in plan.types.items()},
+            shapes=self._shapes,
+            fallbacks=list(plan.fallbacks),
+            skipped=list(source.skipped),
+            notices=list(source.notices),
+            calibration=tuple(statistics.datasets) if statistics else (),
+            calibration_tokens=statistics.n_chunks * statistics.chunk_size if statistics else 0,
+            predicted_kld=plan.predicted_loss,
+        )
+
+
+def _values(facts: Mapping[str, Any]) -> dict[str, Value]:
+    """Facts as values of a file."""
+    makers = {bool: Value.boolean, int: Value.u32, float: Value.f32, str: Value.string}
+    return {key: makers[type(value)](value) for key, value in facts.items()}
+
+
+def _peak_memory() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

@@ -1,0 +1,76 @@
+"""The texts of a quantization, divided: what it calibrates on, what decides, and what only judges the result."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.quantize.calibration_text import cut, default_texts, read_text
+from edgert.quantize.engine import Engine
+
+Chunks = list[NDArray[np.int32]]
+
+PERIOD = 8  # of so many pieces of a text one decides and one is held out
+DECIDES, HELD_OUT = 3, 7  # which ones
+MOST = 16  # held-out pieces of a text
+
+
+@dataclass
+class TextParts:
+    """Pieces of int32 (n_ctx,) each; `names` of the texts, and the held-out pieces by text."""
+
+    names: list[str] = field(default_factory=list)
+    training: Chunks = field(default_factory=list)
+    judging: Chunks = field(default_factory=list)
+    held_out: dict[str, Chunks] = field(default_factory=dict)
+
+    @classmethod
+    def read(
+        cls,
+        engine: Engine,
+        calibration: Sequence[str | os.PathLike[str]] | None,
+        report: Sequence[str | os.PathLike[str]],
+        n_ctx: int,
+        n_tokens: int,
+    ) -> TextParts:
+        """Divides texts for an engine's model.
+
+        calibration:  files and names of sets; None: all sets that come with the package
+        report:       texts that are held out as a whole; without them, parts of the calibration's
+        n_tokens:     that are calibrated on at most, taken from the texts by turns
+
+        Raises: EdgertError for a text that cannot be read.
+        """
+        texts = default_texts(engine) if calibration is None else [read_text(engine, text) for text in calibration]
+        parts = cls([text.name for text in texts])
+        training, judging = [], []
+        for text in texts:
+            pieces = cut(engine, [text], n_ctx)
+            if len(pieces) < PERIOD:  # too little to be divided
+                training.append(pieces)
+                continue
+            training.append([piece for i, piece in enumerate(pieces) if i % PERIOD not in (DECIDES, HELD_OUT)])
+            judging.append(pieces[DECIDES::PERIOD])
+            if not report:
+                parts.held_out[_label(text.name)] = pieces[HELD_OUT::PERIOD][:MOST]
+        n_pieces = max(1, n_tokens // n_ctx)
+        parts.training = _by_turns(training)[:n_pieces]
+        parts.judging = _by_turns(judging)[: max(1, n_pieces // PERIOD)] or parts.training[::PERIOD]
+        for name in report:
+            parts.held_out[_label(os.fspath(name))] = cut(engine, [read_text(engine, name)], n_ctx, MOST)
+        return parts
+
+
+def _by_turns(texts: Sequence[Chunks]) -> Chunks:
+    return [piece for turn in itertools.zip_longest(*texts) for piece in turn if piece is not None]
+
+
+def _label(name: str) -> str:
+    """What a text is called in keys of a file, whose parts dots divide."""
+    return Path(name).stem.replace(".", "_")

@@ -1,0 +1,209 @@
+"""From source to file: llama.cpp's own bytes where nothing is measured, budgets kept, stops survived, figures true."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from edgert.errors import DoesNotFitError, RequestError
+from edgert.quantize import Report, quantize
+from edgert.quantize.gguf_file import GGUFFile
+from edgert.quantize.report import from_metadata
+
+TinyModel = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def floats(tiny_model: TinyModel) -> Path:
+    """A llama with rows of 256, so that every type divides, and two layers that mixes treat differently."""
+    return tiny_model("llama", n_embd=256, head_dim=64, n_ff=512, n_layer=4, n_vocab=384, quant=Type.BF16)
+
+
+@pytest.fixture(scope="module")
+def odd(tiny_model: TinyModel) -> Path:
+    """Rows of 96, which no block of 256 divides."""
+    return tiny_model("llama", n_embd=96, n_head=3, n_head_kv=1, n_ff=192, n_layer=2, tied=False, quant=Type.F16)
+
+
+def by_llama(source: Path, out: Path, file_type: int) -> None:
+    """llama.cpp's own quantizer."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype, parameters.nthread = file_type, 1
+    assert llama_cpp.llama_model_quantize(str(source).encode(), str(out).encode(), ctypes.byref(parameters)) == 0
+
+
+@pytest.mark.parametrize(
+    ("mix", "file_type"),
+    [("q4_0", 2), ("q4_1", 3), ("q5_0", 8), ("q5_1", 9), ("q8_0", 7), ("q2_k", 10), ("q3_k_s", 11), ("q3_k_m", 12),
+     ("q3_k_l", 13), ("q4_k_s", 14), ("q4_k_m", 15), ("q5_k_s", 16), ("q5_k_m", 17), ("q6_k", 18), ("iq4_nl", 25),
+     ("iq4_xs", 30)],
+)  # fmt: skip
+@pytest.mark.parametrize("width", ["even", "odd"])
+def test_mixes_without_calibration_are_llama_cpps(
+    floats: Path, odd: Path, tmp_path: Path, mix: str, file_type: int, width: str
+):
+    """The same types, and the same bytes of every tensor."""
+    source = floats if width == "even" else odd
+    by_llama(source, tmp_path / "theirs.gguf", file_type)
+    report = quantize(source, tmp_path / "ours.gguf", budget=mix, calibration=(), report=False, n_threads=1)
+    with GGUFFile.open(tmp_path / "theirs.gguf") as theirs, GGUFFile.open(tmp_path / "ours.gguf") as ours:
+        assert ours.tensors.keys() == theirs.tensors.keys()
+        for name, tensor in theirs.tensors.items():
+            assert ours.tensors[name].format == tensor.format, name
+            np.testing.assert_array_equal(ours.tensors[name].data, tensor.data, err_msg=name)
+        assert ours.metadata["general.file_type"] == theirs.metadata["general.file_type"] == file_type
+    assert bool(report.fallbacks) == (width == "odd" and mix != "q8_0")  # the head's Q6_K at least
+
+
+@pytest.mark.parametrize("budget", [4.6, 5.5, 8.0, "500kB"])
+def test_a_budget_is_kept_and_used(floats: Path, tmp_path: Path, budget: float | str):
+    out = tmp_path / "out.gguf"
+    report = quantize(floats, out, budget=budget, calibration=())
+    assert report.n_bytes == out.stat().st_size
+    if isinstance(budget, str):
+        assert 0.97 * 500_000 <= report.n_bytes <= 500_000
+    else:
+        assert 0.97 * budget <= report.bits_per_weight <= budget
+
+
+def test_a_budget_that_cannot_be_kept_says_so(floats: Path, tmp_path: Path):
+    with pytest.raises(DoesNotFitError, match=r"larger|more"):
+        quantize(floats, tmp_path / "out.gguf", budget="100kB", calibration=())
+    assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.parametrize("budget", ["12", "MB", -3, 0, float("nan"), 64, "q9_x", True])
+def test_budgets_that_are_none_are_refused(floats: Path, tmp_path: Path, budget: object):
+    with pytest.raises((RequestError, DoesNotFitError)):
+        quantize(floats, tmp_path / "out.gguf", budget=budget, calibration=())  # type: ignore[arg-type]
+
+
+def test_pins_are_obeyed_and_misspelt_ones_refused(floats: Path, tmp_path: Path):
+    out = tmp_path / "out.gguf"
+    quantize(
+        floats, out, budget="q4_0", calibration=(), tensor_types={"ffn_down": "q8_0"}, keep=[r"blk\.0\.attn_v"],
+        output_type="q6_k",
+    )  # fmt: skip
+    with GGUFFile.open(out) as file:
+        assert {t.format.name for n, t in file.tensors.items() if "ffn_down" in n} == {"Q8_0"}
+        assert file.tensors["blk.0.attn_v.weight"].format.name == "BF16"
+        assert file.tensors["output.weight"].format.name == "Q6_K"
+        assert file.tensors["blk.1.attn_v.weight"].format.name == "Q4_0"
+    with pytest.raises(RequestError, match="ffn_dwon"):
+        quantize(floats, out, calibration=(), tensor_types={"ffn_dwon": "q8_0"})
+
+
+def test_a_plan_writes_nothing_and_says_what_would_be(odd: Path, tmp_path: Path):
+    plan = quantize(odd, None, budget="q4_k_m", calibration=(), dry_run=True)
+    report = quantize(odd, tmp_path / "out.gguf", budget="q4_k_m", calibration=(), report=False)
+    assert plan.types == report.types and plan.n_bytes == report.n_bytes
+    assert {row.asked: row.used for row in report.fallbacks}["Q4_K"] == "Q5_0"
+    assert list(tmp_path.iterdir()) == [tmp_path / "out.gguf"]
+
+
+@pytest.fixture(scope="module")
+def measured(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
+    """A file made with everything: calibration, measured types, error feedback, figures."""
+    out = tmp_path_factory.mktemp("measured") / "out.gguf"
+    text = out.with_name("text.txt")
+    rng = random.Random(5)
+    text.write_text(" ".join("".join(rng.choices("the and world hello is in", k=6)) for _ in range(2500)))
+    return out, quantize(floats, out, budget=5.0, calibration=[text], n_threads=2)
+
+
+def test_a_measured_quantization_says_how_good_it_is(measured: tuple[Path, Report], floats: Path):
+    out, report = measured
+    assert set(report.methods.values()) <= {"feedback", "weighted", "float"} and "feedback" in report.methods.values()
+    (domain,) = report.domains.values()
+    assert 0 < domain.kld_mean < domain.kld_99 <= domain.kld_999 and domain.n_tokens > 100
+    assert report.predicted_kld is not None
+    with GGUFFile.open(out) as file:
+        facts, domains = from_metadata(file.metadata)
+    assert facts["calibration_tokens"] == report.calibration_tokens > 0
+    assert facts["rounded_feedback"] == list(report.methods.values()).count("feedback")
+    assert domains["text"].kld_mean == pytest.approx(domain.kld_mean)
+    assert json.loads(json.dumps(report.as_dict()))["bits_per_weight"] == report.bits_per_weight
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out.gguf", "text.txt"]
+
+
+def test_what_is_measured_beats_what_is_guessed(measured: tuple[Path, Report], floats: Path, tmp_path: Path):
+    out, report = measured
+    text = out.with_name("text.txt")
+    plain = quantize(
+        floats, tmp_path / "plain.gguf", budget=5.0, calibration=(), report=True, report_text=[text], n_threads=2
+    )
+    assert report.n_bytes <= plain.n_bytes * 1.01
+    assert report.domains["text"].kld_mean < 0.8 * plain.domains["text"].kld_mean
+
+
+def test_every_reader_takes_it(measured: tuple[Path, Report]):
+    out, report = measured
+    reader = gguf.GGUFReader(out)
+    assert {tensor.name: tensor.tensor_type.name for tensor in reader.tensors} == report.types
+
+
+def test_shards_have_the_size_that_was_asked_for(floats: Path, tmp_path: Path):
+    report = quantize(floats, tmp_path / "m.gguf", budget="q8_0", calibration=(), split_max_size="400kB", report=False)
+    assert len(report.paths) > 2
+    assert all(Path(path).stat().st_size < 420_000 for path in report.paths[1:])
+    with GGUFFile.open(Path(report.paths[0])) as file:
+        assert file.tensors.keys() == report.types.keys()
+
+
+def test_a_grid_that_weights_were_trained_for_is_kept(floats: Path, tiny_model: TinyModel, tmp_path: Path):
+    with GGUFFile.open(floats) as file:
+        values = file.tensors["blk.0.ffn_up.weight"].dequantize()
+    on_grid = gguf.dequantize(gguf.quantize(values * 3, Type.Q4_0), Type.Q4_0)
+    source = tiny_model(
+        "llama",
+        n_embd=256,
+        head_dim=64,
+        n_ff=512,
+        n_layer=4,
+        quant=Type.BF16,
+        weights={"blk.0.ffn_up.weight": on_grid},
+        seed=9,
+    )
+    report = quantize(source, tmp_path / "out.gguf", budget="q4_0", calibration=(), report=False)
+    assert report.methods["blk.0.ffn_up.weight"] == "grid"
+    with GGUFFile.open(tmp_path / "out.gguf") as file, GGUFFile.open(source) as original:
+        kept = file.tensors["blk.0.ffn_up.weight"].dequantize()
+        np.testing.assert_allclose(kept, original.tensors["blk.0.ffn_up.weight"].dequantize(), rtol=2**-8)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_leaves_nothing_and_goes_on(floats: Path, tmp_path: Path):
+    """Twenty runs killed at random moments, each going on from the one before; then one that may finish."""
+    out, text = tmp_path / "out.gguf", tmp_path / "text.txt"
+    rng = random.Random(6)
+    text.write_text(" ".join("".join(rng.choices("the and world hello is in", k=6)) for _ in range(2500)))
+    arguments = [sys.executable, "-m", "edgert", "quantize", str(floats), "-o", str(out), "--bpw", "5", "--resume"]
+    arguments += ["--calibration", str(text), "-t", "1"]
+    whole = quantize(floats, tmp_path / "whole.gguf", budget=5.0, calibration=[text], n_threads=1)
+    finished = 0
+    for _ in range(20):
+        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(rng.uniform(0.2, 1.2 * whole.seconds + 1))
+        process.send_signal(signal.SIGKILL)
+        if process.wait() == 0:
+            finished += 1
+            out.unlink()
+        else:
+            assert not out.exists()
+    subprocess.run(arguments, check=True, capture_output=True)
+    assert out.read_bytes()[-100_000:] == (tmp_path / "whole.gguf").read_bytes()[-100_000:]
+    assert not list(tmp_path.glob("out.gguf.*"))
+    assert finished < 20
