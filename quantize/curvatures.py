@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,24 +18,28 @@ CACHED = 4  # of the last curvatures: tensors with the same input are mostly ask
 class Curvatures:
     """Called with a tensor's name, it gives the curvature of its inputs.
 
-    Raises: KeyError for a tensor that was not among the names.
+    A table that rows are looked up in has no inputs: all of its columns matter alike, as those of experts of which
+    nothing else is known.
     """
 
-    def __init__(self, folder: Path, dampings: dict[str, float]) -> None:
-        """folder: where the Hessians lie; dampings: of tensors that need another one than the rest."""
-        self._folder, self._dampings = folder, dampings
+    def __init__(self, folder: Path, dampings: Mapping[str, float], n_cols: Mapping[str, int]) -> None:
+        """folder: where the Hessians lie; dampings: of tensors that need another one than the rest; n_cols: of all."""
+        self._folder, self._dampings, self._n_cols = folder, dampings, n_cols
         self._inputs: dict[str, str] = {}  # the tensor under whose name the Hessian of a tensor's input is kept
         self._cache: dict[tuple[str, float], Curvature] = {}
 
     def __contains__(self, name: object) -> bool:
+        """Whether the tensor's inputs were seen."""
         return name in self._inputs
 
     def __call__(self, name: str) -> Curvature:
-        key = self._inputs[name], self._dampings.get(name, DAMPING)
+        key = self._inputs.get(name, name), self._dampings.get(name, DAMPING)
         if key not in self._cache:
             while len(self._cache) >= CACHED:
                 del self._cache[next(iter(self._cache))]
-            self._cache[key] = Curvature.of(np.load(self._path(key[0])), key[1])
+            seen = name in self._inputs
+            hessian = np.load(self._path(key[0])) if seen else np.eye(self._n_cols[name], dtype=np.float32)
+            self._cache[key] = Curvature.of(hessian, key[1])
         return self._cache[key]
 
     def _path(self, name: str) -> Path:

@@ -106,7 +106,7 @@ def quantize(
         report=bool(names) if report is None else report,
         report_text=tuple(os.fspath(item) for item in report_text),
     )
-    with open_source(source, allow_requantize=allow_requantize) as opened:
+    with open_source(Path(source), allow_requantize=allow_requantize) as opened:
         quantizer = Quantizer(opened, None if out is None else Path(out), settings, progress)
         return quantizer.plan_only() if dry_run or out is None else quantizer.run()
 
@@ -125,7 +125,8 @@ class Quantizer:
         with self._resources:
             plan = self._plan()
             report = self._report(plan)
-            report.n_bytes = sum(part.n_bytes for part in self._parts(plan))
+            parts = layout(Path("x.gguf"), self._metadata, self._tensors(plan), self.settings.split_max_size)
+            report.n_bytes = sum(part.n_bytes for part in parts)
             return report
 
     def run(self) -> Report:
@@ -204,9 +205,10 @@ class Quantizer:
     def _curvatures(self) -> tuple[Curvatures, Curvatures]:
         """The correlations of inputs, and those of the text to judge by."""
         found = []
-        tied = {"token_embd.weight": TIED_DAMPING}
+        tied = {"token_embd.weight": TIED_DAMPING} if "output.weight" not in self.source.tensors else {}
+        n_cols = {name: shape[-1] for name, shape in self.planner.shapes.items()}
         for stage, chunks in (("correlating", self._texts.training), ("judging", self._texts.judging)):
-            curvatures = Curvatures(self._work / stage, tied)
+            curvatures = Curvatures(self._work / stage, tied, n_cols)
             curvatures.collect(
                 self._engine,
                 chunks,
@@ -244,7 +246,7 @@ class Quantizer:
         if settings.resume and path.exists():
             return Sensitivity.load(path).loss
         curvatures, held_out = self._curvatures
-        matrices = {name: self.source.tensors[name] for name in self.planner.open if name in curvatures}
+        matrices = {name: self.source.tensors[name] for name in self.planner.open}
         found = sensitivity.measure(
             self._engine,
             matrices,
@@ -339,8 +341,15 @@ class Quantizer:
 
 def _values(facts: Mapping[str, Any]) -> dict[str, Value]:
     """Facts as values of a file."""
-    makers = {bool: Value.boolean, int: Value.u32, float: Value.f32, str: Value.string}
-    return {key: makers[type(value)](value) for key, value in facts.items()}
+    return {key: _value(fact) for key, fact in facts.items()}
+
+
+def _value(fact: bool | int | float | str) -> Value:
+    if isinstance(fact, bool):
+        return Value.boolean(fact)
+    if isinstance(fact, int):
+        return Value.u32(fact)
+    return Value.f32(fact) if isinstance(fact, float) else Value.string(fact)
 
 
 def _peak_memory() -> int:

@@ -68,13 +68,13 @@ def test_mixes_without_calibration_are_llama_cpps(
     assert bool(report.fallbacks) == (width == "odd" and mix != "q8_0")  # the head's Q6_K at least
 
 
-@pytest.mark.parametrize("budget", [4.6, 5.5, 8.0, "500kB"])
+@pytest.mark.parametrize("budget", [4.6, 5.5, 8.0, "1600kB"])
 def test_a_budget_is_kept_and_used(floats: Path, tmp_path: Path, budget: float | str):
     out = tmp_path / "out.gguf"
     report = quantize(floats, out, budget=budget, calibration=())
     assert report.n_bytes == out.stat().st_size
     if isinstance(budget, str):
-        assert 0.97 * 500_000 <= report.n_bytes <= 500_000
+        assert 0.97 * 1_600_000 <= report.n_bytes <= 1_600_000
     else:
         assert 0.97 * budget <= report.bits_per_weight <= budget
 
@@ -126,7 +126,9 @@ def measured(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 def test_a_measured_quantization_says_how_good_it_is(measured: tuple[Path, Report], floats: Path):
     out, report = measured
-    assert set(report.methods.values()) <= {"feedback", "weighted", "float"} and "feedback" in report.methods.values()
+    methods = report.methods
+    assert methods["token_embd.weight"] == "plain"  # rows are looked up in it
+    assert {methods[name] for name in report.types if "blk" in name and "norm" not in name} <= {"feedback", "weighted"}
     (domain,) = report.domains.values()
     assert 0 < domain.kld_mean < domain.kld_99 <= domain.kld_999 and domain.n_tokens > 100
     assert report.predicted_kld is not None
@@ -167,21 +169,14 @@ def test_a_grid_that_weights_were_trained_for_is_kept(floats: Path, tiny_model: 
     with GGUFFile.open(floats) as file:
         values = file.tensors["blk.0.ffn_up.weight"].dequantize()
     on_grid = gguf.dequantize(gguf.quantize(values * 3, Type.Q4_0), Type.Q4_0)
-    source = tiny_model(
-        "llama",
-        n_embd=256,
-        head_dim=64,
-        n_ff=512,
-        n_layer=4,
-        quant=Type.BF16,
-        weights={"blk.0.ffn_up.weight": on_grid},
-        seed=9,
-    )
+    weights = {"blk.0.ffn_up.weight": on_grid}
+    source = tiny_model("llama", n_embd=256, head_dim=64, n_ff=512, quant=Type.BF16, weights=weights)
     report = quantize(source, tmp_path / "out.gguf", budget="q4_0", calibration=(), report=False)
     assert report.methods["blk.0.ffn_up.weight"] == "grid"
-    with GGUFFile.open(tmp_path / "out.gguf") as file, GGUFFile.open(source) as original:
-        kept = file.tensors["blk.0.ffn_up.weight"].dequantize()
-        np.testing.assert_allclose(kept, original.tensors["blk.0.ffn_up.weight"].dequantize(), rtol=2**-8)
+    with GGUFFile.open(tmp_path / "out.gguf") as file:
+        np.testing.assert_allclose(
+            file.tensors["blk.0.ffn_up.weight"].dequantize(), on_grid, rtol=2**-8
+        )  # what bfloat16 left of it
 
 
 @pytest.mark.slow
