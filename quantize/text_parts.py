@@ -48,7 +48,7 @@ class TextParts:
         Raises: EdgertError for a text that cannot be read.
         """
         texts = default_texts(engine) if calibration is None else [read_text(engine, text) for text in calibration]
-        parts = cls([text.name for text in texts])
+        parts = cls([Path(text.name).name for text in texts])  # a path would tell of the machine
         training, judging = [], []
         for text in texts:
             pieces = cut(engine, [text], n_ctx)
