@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from edgert.quantize.blocks import k4_scales
 from edgert.quantize.jit import inline, jit
-from edgert.quantize.jit.lanes import vf
-from edgert.quantize.rounding import packing
+from edgert.quantize.jit.lanes import store, vf
+from edgert.quantize.rounding import packing, search
 from edgert.quantize.rounding.grids import GRIDS
 from edgert.quantize.rounding.kernels import lanes_of, mean_square, method_of, weigh
 
@@ -66,6 +66,35 @@ def fitter(name: str, method: str) -> Any:
             for k in range(n):
                 for i in range(size):
                     codes[first + k, i] = codes_lanes[16 * i + k]
+
+    return kernel
+
+
+@functools.cache
+def storer(name: str) -> Any:
+    """The kernel store(scales, minimums, curvatures, weights, d, m, ls, lm): real scales -> what a block can store.
+
+    scales, minimums:     float32 (n, n_sub), so that x = scale * q - minimum; of formats without one it is not read
+    curvatures, weights:  float32 (n, n_sub), of the squared errors of scale and minimum: for codes q and weights w of
+                          the elements these are the sums of w q q and of w
+    """
+    stored, n_sub = search.storer(name), GRIDS[name].n_sub
+
+    @jit(f"store.{name}")
+    def kernel(scales, minimums, curvatures, weights, d, m, ls, lm):
+        d_lanes, m_lanes = np.empty(16, np.float32), np.empty(16, np.float32)
+        ls_lanes, lm_lanes = np.empty(16 * n_sub, np.int32), np.empty(16 * n_sub, np.int32)
+        lanes = np.zeros((4, 16 * n_sub), np.float32)
+        for first in range(0, len(scales), 16):
+            n = min(16, len(scales) - first)
+            for k in range(n):
+                for j in range(n_sub):
+                    lanes[0, 16 * j + k], lanes[1, 16 * j + k] = scales[first + k, j], minimums[first + k, j]
+                    lanes[2, 16 * j + k], lanes[3, 16 * j + k] = curvatures[first + k, j], weights[first + k, j]
+            new_d, new_m = stored(lanes[0], lanes[1], lanes[2], lanes[3], ls_lanes, lm_lanes)
+            store(d_lanes, 0, new_d)
+            store(m_lanes, 0, new_m)
+            _head_out(d, m, ls, lm, first, n, n_sub, d_lanes, m_lanes, ls_lanes, lm_lanes)
 
     return kernel
 

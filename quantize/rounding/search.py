@@ -7,6 +7,7 @@ always the nearest under the stored numbers, so that the error never exceeds tha
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from edgert.quantize.jit import inline
 from edgert.quantize.jit.lanes import load, select, store, to_float, to_int, vf, vi
 from edgert.quantize.rounding import fits, ggml
-from edgert.quantize.rounding.grids import Grid
+from edgert.quantize.rounding.grids import GRIDS, Grid
 from edgert.quantize.rounding.numbers import clip, from_half, half_bits, level, nearest, rounded
 
 # The scan of scales without a minimum: the largest value goes to the lowest code, and to the highest, times 1 + r.
@@ -50,6 +51,38 @@ def _reweighted(w, size, target):
         store(target, 16 * i, load(w, 16 * i) + least)
 
 
+@functools.cache
+def storer(name: str) -> Any:
+    """The inlined function stored(scales, shifts, curvatures, weights, ls, lm) -> (d, m) of a format.
+
+    scales, shifts:       float32 (16 n_sub), in lanes: real numbers of which x = scale * code - shift
+    curvatures, weights:  float32 (16 n_sub), of the squared error of a scale and of a shift
+    Stores the integers nearest to them under the d and m that suit them best.
+    """
+    grid = GRIDS[name]
+    n_sub, (low, high) = grid.n_sub, grid.scales
+    single, minimum_high = grid.scales == (1, 1), grid.minimums[1] if grid.minimums else 0
+
+    @inline
+    def stored(scales, shifts, curvatures, weights, ls, lm):
+        if single:
+            store(ls, 0, vi(1))
+            store(lm, 0, vi(1))
+            return rounded(load(scales, 0)), -rounded(-load(shifts, 0)) if minimum_high else vf(0.0)
+        if minimum_high:
+            d = rounded(fits.positive(scales, curvatures, n_sub, high, ls))
+            m = rounded(fits.positive(shifts, weights, n_sub, minimum_high, lm))
+        else:
+            d, m = rounded(fits.symmetric(scales, curvatures, 0, n_sub, -low, ls)), vf(0.0)
+        for j in range(n_sub):
+            store(ls, 16 * j, clip(nearest(load(scales, 16 * j) * _inverse(d)), low, high))
+            shift = clip(nearest(load(shifts, 16 * j) * _inverse(m)), 0, minimum_high) if minimum_high else vi(0)
+            store(lm, 16 * j, shift)
+        return d, m
+
+    return stored
+
+
 def searcher(grid: Grid) -> Any:
     """The inlined function search(x, w, w_ggml, d, m, ls, lm, codes, scratch) of a format (arrays as in ggml.py).
 
@@ -65,6 +98,7 @@ def searcher(grid: Grid) -> Any:
     start, stop, steps = _SCANS.get(grid.name, (0.0, 0.0, 1))
     t_start, t_stop, t_steps, u_stop, u_steps = _RANGES.get(grid.name, (0.0, 0.0, 1, 0.0, 1))
     sides = 1 if grid.name == "Q8_0" else 2
+    stored = storer(grid.name)
     ggmls = getattr(ggml, f"weighted_{grid.name.lower()}", None) or getattr(ggml, f"plain_{grid.name.lower()}")
 
     @inline
@@ -171,41 +205,24 @@ def searcher(grid: Grid) -> Any:
     @inline
     def scanned(x, w, ls, lm, scratch):
         """A start from real scales: stores ls and lm, returns d and m."""
+        weights = np.empty(16 * n_sub, np.float32)
         for j in range(n_sub):
             if with_minimum:
                 scale, shift, curvature = scan_pair(x, w, 16 * n * j)
                 store(scratch, 16 * j, scale)
                 store(scratch, 256 + 16 * j, curvature)
-                if single:
-                    store(ls, 16 * j, vi(1))
-                    store(lm, 16 * j, vi(1))
-                    return rounded(scale), -rounded(-shift)
                 store(scratch, 512 + 16 * j, shift)
-                store(lm, 16 * j, vi(0))
             else:
                 scale, curvature = scan_scale(x, w, 16 * n * j)
                 store(scratch, 16 * j, scale)
                 store(scratch, 256 + 16 * j, curvature)
-                store(lm, 16 * j, vi(0))
-                if single:
-                    store(ls, 16 * j, vi(1))
-                    return rounded(scale), vf(0.0)
         if with_minimum:
-            d = rounded(fits.positive(scratch, scratch[256:], n_sub, scale_high, ls))
             for j in range(n_sub):
                 total = vf(0.0)
                 for i in range(n):
                     total += load(w, 16 * (n * j + i))
-                store(scratch, 256 + 16 * j, total)
-            m = rounded(fits.positive(scratch[512:], scratch[256:], n_sub, minimum_high, lm))
-        else:
-            d = rounded(fits.symmetric(scratch, scratch[256:], 0, n_sub, -scale_low, ls))
-            m = vf(0.0)
-        for j in range(n_sub):
-            store(ls, 16 * j, clip(nearest(load(scratch, 16 * j) * _inverse(d)), scale_low, scale_high))
-            if with_minimum:
-                store(lm, 16 * j, clip(nearest(load(scratch, 512 + 16 * j) * _inverse(m)), 0, minimum_high))
-        return d, m
+                store(weights, 16 * j, total)
+        return stored(scratch, scratch[512:], scratch[256:], weights, ls, lm)
 
     @inline
     def move_integers(x, w, d, m, ls, lm):

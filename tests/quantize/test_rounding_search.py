@@ -15,7 +15,7 @@ from test_rounding import hard_rows
 
 from edgert.quantize.formats import FORMATS
 from edgert.quantize.rounding import GRIDS, quantize
-from edgert.quantize.rounding.batches import coder, fitter, packer, unpack
+from edgert.quantize.rounding.batches import coder, fitter, packer, storer, unpack
 
 NAMES = list(GRIDS)
 Floats = NDArray[np.float64]
@@ -98,3 +98,27 @@ def test_fit_and_code(name: str):
     np.testing.assert_allclose(numbers, grid.format.dequantize(out), rtol=1e-6, atol=1e-9)
     quantized = quantize(values, name, np.ones(grid.block_size, np.float32))
     assert ((numbers - values) ** 2).sum() <= 1.01 * ((grid.format.dequantize(quantized) - values) ** 2).sum()
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q2_K", "Q4_K", "Q6_K", "IQ4_XS"])
+def test_real_scales_are_stored_near(name: str):
+    """Scales and minimums that a block held, scaled by a tenth, come back within half a step of their integers."""
+    grid = GRIDS[name]
+    codes, d, m, ls, lm = unpack(name, quantize(real_rows(256)[:19], name).reshape(-1, grid.format.type_size))
+    scales = (d[:, None] * ls * 0.1).astype(np.float32)
+    minimums = (m[:, None] * lm * 0.1).astype(np.float32)
+    weights = np.ones_like(scales)
+    curvatures = (codes.astype(np.float32) ** 2).reshape(len(codes), grid.n_sub, -1).sum(axis=2)
+    new = [np.empty_like(d), np.empty_like(m), np.empty_like(ls), np.empty_like(lm)]
+    storer(name)(scales, minimums, curvatures, weights, *new)
+    for real, unit, integers, limits in (
+        (scales, new[0], new[2], grid.scales),
+        (minimums, new[1], new[3], grid.minimums),
+    ):
+        if limits is None:
+            continue
+        assert integers.min() >= limits[0] and integers.max() <= limits[1]
+        step = np.abs(unit)[:, None] * (0.501 if limits != (1, 1) else 0.001)
+        # ggml's search may leave the largest beyond the last integer, where that is better for the others
+        assert (np.abs(unit[:, None] * integers - real) <= step * 1.5 + 1e-9).all()
+        assert np.abs(unit[:, None] * integers - real).mean() <= 0.3 * step.mean() + 1e-9
