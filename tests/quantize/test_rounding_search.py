@@ -102,11 +102,11 @@ def test_fit_and_code(name: str):
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q2_K", "Q4_K", "Q6_K", "IQ4_XS"])
 def test_real_scales_are_stored_near(name: str):
-    """Scales and minimums that a block held, scaled by a tenth, come back within half a step of their integers."""
+    """Scales and minimums that a block held, times three, come back within half a step of their integers."""
     grid = GRIDS[name]
     codes, d, m, ls, lm = unpack(name, quantize(real_rows(256)[:19], name).reshape(-1, grid.format.type_size))
-    scales = (d[:, None] * ls * 0.1).astype(np.float32)
-    minimums = (m[:, None] * lm * 0.1).astype(np.float32)
+    scales = (d[:, None] * ls * 3).astype(np.float32)
+    minimums = (m[:, None] * lm * 3).astype(np.float32)
     weights = np.ones_like(scales)
     curvatures = (codes.astype(np.float32) ** 2).reshape(len(codes), grid.n_sub, -1).sum(axis=2)
     new = [np.empty_like(d), np.empty_like(m), np.empty_like(ls), np.empty_like(lm)]
@@ -118,7 +118,8 @@ def test_real_scales_are_stored_near(name: str):
         if limits is None:
             continue
         assert integers.min() >= limits[0] and integers.max() <= limits[1]
-        step = np.abs(unit)[:, None] * (0.501 if limits != (1, 1) else 0.001)
-        # ggml's search may leave the largest beyond the last integer, where that is better for the others
-        assert (np.abs(unit[:, None] * integers - real) <= step * 1.5 + 1e-9).all()
-        assert np.abs(unit[:, None] * integers - real).mean() <= 0.3 * step.mean() + 1e-9
+        step = np.abs(unit)[:, None] * (1 if limits != (1, 1) else 0.001)  # with one scale just f16's rounding
+        off = np.abs(unit[:, None] * integers - real)
+        # the largest may be left beyond the last integer, where that is better for the others
+        assert (off[(integers > limits[0]) & (integers < limits[1])] <= 0.501 * step.max() + 1e-9).all()
+        assert (off <= 0.06 * np.abs(real).max(axis=1, keepdims=True) + step).all() and off.mean() <= 0.4 * step.mean()
