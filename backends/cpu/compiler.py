@@ -28,6 +28,7 @@ from typing import Any
 import platformdirs
 
 from edgert.backends.cpu.isa import Isa
+from edgert.backends.cpu.memory import give_back_code
 from edgert.errors import BackendUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -188,6 +189,7 @@ def addresses(names: Iterable[str], isa: Isa, progress: Progress | None = None) 
         engine.finalize_object()
         for name in wanted:
             _addresses[name, isa] = engine.get_function_address(symbols[name])
+        give_back_code("libllvmlite")
     return {name: _addresses[name, isa] for name in names}
 
 

@@ -20,9 +20,9 @@ N_CTX = 4096  # where neither -c nor the model says otherwise
 N_BATCH = 512  # tokens of one prefill step
 
 # Python with Numba's compiler and the tokenizer: resident memory of a loaded model less its weights, cache and
-# buffers. Measured on x86-64 Linux with vocabularies of 49,152 and of 262,144 tokens: 109 MB and 133 MB.
-PROGRAM = 104_000_000
-PROGRAM_PER_TOKEN = 113
+# buffers. Measured on x86-64 Linux with vocabularies of 49,152 and of 262,144 tokens: 91 MB and 129 MB.
+PROGRAM = 82_000_000
+PROGRAM_PER_TOKEN = 181
 
 
 @click.command()
