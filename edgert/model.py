@@ -143,6 +143,11 @@ class Model:
         return self.backend.verdict
 
     @property
+    def speculator(self) -> Speculator | None:
+        """What guesses tokens ahead, if anything does."""
+        return self._engine.speculator
+
+    @property
     def n_ctx(self) -> int:
         """Positions that one conversation may have."""
         return self.backend.n_ctx

@@ -212,7 +212,7 @@ def _best(logits: NDArray[np.float32], count: int) -> tuple[NDArray[np.int64], N
 
 
 _MASK = (1 << 64) - 1
-_RACE_DEPTH = 8.0  # as RACE_DEPTH of backends/cpu/sampling.py (a test compares them)
+_RACE_DEPTH = 5.0  # as RACE_DEPTH of backends/cpu/sampling.py (a test compares them)
 
 
 def uniform(seed: int, counter: int) -> float:

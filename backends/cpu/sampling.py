@@ -46,7 +46,7 @@ ARGUMENTS = (
 PLACE = {name: place for place, name in enumerate(ARGUMENTS)}
 NOT_FINITE, ALL_FORBIDDEN = -1, -2
 BLOCK = 64  # logits that are skipped together
-RACE_DEPTH = 8.0  # logits further below the best one, in units of the temperature, are drawn as one
+RACE_DEPTH = 5.0  # logits further below the best one, in units of the temperature, are drawn as one
 _LOGITS, _HISTORY, _N_HISTORY, _TOKEN, _WANT_SHARE, _SHARE = (
     PLACE[x] for x in ("logits", "history", "n_history", "token", "want_share", "share")
 )

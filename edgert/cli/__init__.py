@@ -25,11 +25,16 @@ VERBS = {
     "quantize": "Make a smaller model of a larger one.",
     "imatrix": "Find out which columns of a model's weights matter.",
     "perplexity": "Measure how well a model predicts a text.",
+    "tune-draft": "Measure what a draft model gains here.",
     "bench": "Measure how fast a model is here.",
     "tokenize": "Show the tokens of a text.",
     "devices": "Show what this machine can run on.",
     "doctor": "Find out what is wrong.",
 }
+
+
+def _module(verb: str) -> str:
+    return f"edgert.cli.{verb.replace('-', '_')}"
 
 
 class LazyGroup(click.Group):
@@ -44,12 +49,12 @@ class LazyGroup(click.Group):
             raise click.exceptions.Exit(141) from None  # as a shell reports SIGPIPE
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [verb for verb in VERBS if importlib.util.find_spec(f"edgert.cli.{verb}")]
+        return [verb for verb in VERBS if importlib.util.find_spec(_module(verb))]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.list_commands(ctx):
             return None
-        loaded: click.Command = importlib.import_module(f"edgert.cli.{cmd_name}").command
+        loaded: click.Command = importlib.import_module(_module(cmd_name)).command
         loaded.name = cmd_name
         return loaded
 

@@ -145,7 +145,13 @@ def show(stream: Stream, line: ProgressLine, answer: Answer, styled: bool) -> No
 def rates(stats: Stats) -> str:
     """One line about a request."""
     cached = f" + {stats.cache_n} cached" if stats.cache_n else ""
+    drafts = f" · {guesses(stats.draft_n, stats.draft_n_accepted)}" if stats.draft_n else ""
     return (
         f"prompt {stats.prompt_n}{cached} tokens, {stats.prompt_per_second:.1f} tok/s · "
-        f"answer {stats.predicted_n} tokens, {stats.predicted_per_second:.1f} tok/s"
+        f"answer {stats.predicted_n} tokens, {stats.predicted_per_second:.1f} tok/s{drafts}"
     )
+
+
+def guesses(tried: float, accepted: float) -> str:
+    """How many guessed tokens were right."""
+    return f"guessed {tried:.0f} tokens, {accepted:.0f} right ({100 * accepted / max(tried, 1):.0f} %)"

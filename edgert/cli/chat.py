@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from edgert.reply import Stats
     from edgert.stream import Stream
 
+DRAFTS = ("draft_n", "draft_n_accepted")  # of `Stats`
+
 
 @click.command()
 @model_flags
@@ -73,7 +75,7 @@ class Chat:
         self.attachment = ""
         self.last: Stats | None = None
         self.totals = dict.fromkeys(
-            ("answers", "cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "steps"), 0.0
+            ("answers", "cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "steps", *DRAFTS), 0.0
         )
         self.sessions = data_folder() / "conversations"
         self.prompt = Prompt(data_folder() / "history", [f"/{name}" for name in (*COMMANDS, "bye")])

@@ -222,17 +222,21 @@ def _load(chat: Chat, rest: str) -> None:
 
 
 def _stats(chat: Chat, rest: str) -> None:
+    from edgert.cli.answer import guesses
+
     total, last = chat.totals, chat.last
     if last is None:
         raise EdgertError("There are no figures before the first answer.")
     used = last.cache_n + last.prompt_n + last.predicted_n
     read = total["prompt_n"] + total["cache_n"]
     memory = chat.model.backend.memory()
+    drafts = f"drafts        {guesses(total['draft_n'], total['draft_n_accepted'])}\n" if total["draft_n"] else ""
     chat.say(
         f"answers       {total['answers']:.0f}\n"
         f"prompt        {read:.0f} tokens, {total['cache_n']:.0f} of them from the cache; "
         f"{_per_second(total['prompt_n'], total['prompt_ms'])}\n"
         f"generated     {total['predicted_n']:.0f} tokens; {_per_second(total['steps'], total['predicted_ms'])}\n"
+        f"{drafts}"
         f"context       {used} of {chat.model.n_ctx} tokens\n"
         f"memory        {', '.join(f'{name} {size / 1e6:.0f} MB' for name, size in memory.items())}"
     )

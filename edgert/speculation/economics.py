@@ -94,11 +94,11 @@ class Source:
     gained:  accepted tokens in a step, cost: seconds that the step took longer
     """
 
-    FIRST_PAUSE, LONGEST_PAUSE = 24, 1024
+    FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
 
     def __init__(self, gained: float, cost: float) -> None:
         self.gained, self.cost = gained, cost
-        self._rounds = 0
+        self._rounds = self._hits = 0
         self._pause = self.FIRST_PAUSE
         self._wait = 0
 
@@ -117,17 +117,18 @@ class Source:
 
     def give_up(self) -> None:
         """Pauses for as long as it may."""
-        self._wait, self._rounds, self._pause = self.LONGEST_PAUSE, 0, self.LONGEST_PAUSE
+        self._wait, self._rounds, self._hits = self.LONGEST_PAUSE, 0, 0
 
     def learn(self, accepted: int, seconds: float, plain_pace: float) -> None:
         """Takes in a step in which it was tried, and pauses if it does not pay: the longer, the more often in a row."""
         self._rounds += 1
-        share = max(1 / (self._rounds + 1), 0.06)
+        self._hits += accepted
+        share = max(1 / (self._rounds + 0.5), 0.06)
         self.gained += share * (accepted - self.gained)
         self.cost += share * (seconds - self.cost)
         net = self.net(plain_pace)
-        if (self._rounds >= 4 and net < -0.05) or (self._rounds >= 12 and net < 0):
-            self._wait, self._rounds = self._pause, 0
+        if (self._rounds >= 3 and not self._hits) or (self._rounds >= 10 and net < 0):
+            self._wait, self._rounds, self._hits = self._pause, 0, 0
             self._pause = min(4 * self._pause, self.LONGEST_PAUSE)
         elif self._rounds >= 12 and net > 0.1:
             self._pause = self.FIRST_PAUSE

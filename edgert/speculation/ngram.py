@@ -25,10 +25,13 @@ class NgramMemory:
         self._shift = 32 - bits
         self._tables = [np.zeros(1 << bits, np.int32) for _ in ORDERS]
 
-    def sync(self, tokens: NDArray[np.int32], n: int) -> None:
-        """Makes the text equal to the first n tokens; what it begins with in common is kept."""
+    def sync(self, tokens: NDArray[np.int32], n: int, *, grown: bool = False) -> None:
+        """Makes the text equal to the first n tokens; what it begins with in common is kept.
+
+        grown:  the tokens are those of the call before and more
+        """
         known = min(self.n, n)
-        if not np.array_equal(tokens[:known], self.tokens[:known]):
+        if not grown and not np.array_equal(tokens[:known], self.tokens[:known]):
             known = int((tokens[:known] != self.tokens[:known]).argmax())
         self.tokens[known:n] = tokens[known:n]
         self.n = n

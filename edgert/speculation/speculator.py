@@ -46,7 +46,7 @@ class Request:
 
     def __init__(self, sampled: bool, step_seconds: float) -> None:
         self.sampled = sampled
-        self.sources = {"ngram": Source(0.5, 0.1 * step_seconds), "draft": Source(1.2, 0.5 * step_seconds)}
+        self.sources = {"ngram": Source(0.5, 0.1 * step_seconds), "draft": Source(1.2, 0.4 * step_seconds)}
         self.now = Guesses()
 
 
@@ -75,6 +75,7 @@ class Speculator:
         self.costs, self.model = costs, model
         self.most, self.least, self.p_min = most, min(least, most), p_min
         self.texts = [NgramMemory(n_ctx) for _ in range(n_seq_max)] if ngram else []
+        self._owners: list[Request | None] = [None] * n_seq_max  # whose tokens each text holds
         self.ended = NgramMemory(MEMORY)
         self.ngram_odds = [Odds(AGREED_ODDS), Odds(AGREED_ODDS)]  # greedy, sampled
         self.draft_odds = [Odds(SURE_ODDS), Odds(SURE_ODDS)]
@@ -131,7 +132,8 @@ class Speculator:
     ) -> tuple[list[int], list[int], float]:
         """A guess from this text, or from those that have ended; its classes, and the tokens it promises."""
         text, n = self.texts[slot.sequence], slot.n_tokens
-        text.sync(slot.tokens, n)
+        text.sync(slot.tokens, n, grown=self._owners[slot.sequence] is request)
+        self._owners[slot.sequence] = request
         guess, agreed = text.find(slot.tokens, n, limit)
         if agreed < LONG_ENOUGH:
             other, longer = self.ended.find(slot.tokens, n, limit)

@@ -1,0 +1,208 @@
+"""Speculation on the engines: drafts found, refused and checked; tiny models, then the real one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import numpy as np
+import pytest
+
+import edgert
+from edgert import backends
+from edgert.backends.base import Batch
+from edgert.catalogue import CATALOGUE
+from edgert.cli import tune_draft
+from edgert.errors import EdgertError, RequestError
+from edgert.sampler import _RACE_DEPTH
+from edgert.speculation import loading, tuning
+
+Tiny = Callable[..., Path]
+PROMPT = "Hello world, hello world and the"
+
+
+def test_constants_that_stand_twice_agree() -> None:
+    from edgert.backends.cpu.layouts import WINDOW
+    from edgert.backends.cpu.sampling import RACE_DEPTH
+
+    assert tune_draft.MOST == loading.MOST < WINDOW - 1
+    assert _RACE_DEPTH == RACE_DEPTH
+
+
+def test_other_vocabularies_are_refused_naming_both_sizes(tiny_model: Tiny) -> None:
+    target, draft = tiny_model("llama"), tiny_model("llama", n_vocab=400)
+    with pytest.raises(EdgertError, match=r"400 tokens .* 384: a draft must share its model's vocabulary"):
+        edgert.load(target, draft=draft)
+
+
+def test_the_same_size_with_other_tokens_is_refused(tiny_model: Tiny) -> None:
+    target, draft = tiny_model("llama"), tiny_model("gemma3", n_vocab=384)
+    with pytest.raises(EdgertError, match="384 tokens each, but not the same"):
+        edgert.load(target, draft=draft)
+
+
+def test_a_draft_that_is_not_there(tiny_model: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(EdgertError, match="no-such"):
+        edgert.load(tiny_model("llama"), draft=tmp_path / "no-such.gguf")
+    with pytest.raises(EdgertError, match="No draft is known"):
+        edgert.load(tiny_model("llama"), spec="draft")
+
+
+@pytest.mark.parametrize(
+    "arguments, field",
+    [
+        ({"spec": "both"}, "spec"),
+        ({"spec_max": 0}, "spec_max"),
+        ({"spec_max": 63}, "spec_max"),
+        ({"spec_max": 2.0}, "spec_max"),
+        ({"spec_min": 3, "spec_max": 2}, "spec_min"),
+        ({"spec_p_min": 1.5}, "spec_p_min"),
+    ],
+)
+def test_wrong_arguments_are_named(tiny_model: Tiny, arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        edgert.load(tiny_model("llama"), **arguments)
+    assert caught.value.field == field
+
+
+def test_the_catalogues_draft_is_found_beside_the_model(tiny_model: Tiny, tmp_path: Path) -> None:
+    entry = CATALOGUE["smollm2"]
+    source = tiny_model("llama", metadata={"general.name": entry.title_in_file})
+    target = tmp_path / "model.gguf"
+    target.write_bytes(source.read_bytes())
+    (tmp_path / entry.draft).write_bytes(tiny_model("llama", seed=3).read_bytes())
+    assert loading.find_made_for(target) == tmp_path / entry.draft
+    with edgert.load(target) as model:
+        assert model.speculator is not None and model.speculator.model is not None
+    for spec, expected in (("off", None), ("ngram", None)):
+        with edgert.load(target, spec=spec) as model:
+            assert getattr(model.speculator, "model", None) is expected
+    (tmp_path / entry.draft).write_bytes(tiny_model("llama", n_vocab=400).read_bytes())
+    with edgert.load(target) as model:  # it was not asked for: the model goes without
+        assert model.speculator is not None and model.speculator.model is None
+
+
+def test_no_draft_is_taken_for_another_model(tiny_model: Tiny) -> None:
+    assert loading.find_made_for(tiny_model("llama")) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("parameters", [{"temperature": 0}, {"temperature": 0.9, "seed": 4}])
+def test_replies_on_the_engine_are_those_of_plain_decoding(
+    tiny_model: Tiny, family: str, parameters: dict[str, Any]
+) -> None:
+    target, draft = tiny_model(family), tiny_model(family, seed=1)
+    parameters = {**parameters, "max_tokens": 80, "ignore_eos": True}
+    with edgert.load(target, spec="off") as model:
+        expected = model.generate(PROMPT, **parameters).tokens
+    for arguments in ({"draft": draft}, {"draft": target}, {"draft": target, "spec_min": 5, "spec_max": 5}, {}):
+        with edgert.load(target, **arguments) as model:  # type: ignore[arg-type]
+            reply = model.generate(PROMPT, **parameters)
+            assert reply.tokens == expected
+            if "spec_min" in arguments:
+                assert reply.stats.draft_n_accepted == reply.stats.draft_n > 50
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
+def test_logits_of_a_checked_guess_are_bit_for_bit_those_of_single_steps(tiny_model: Tiny, family: str) -> None:
+    with_closing = backends.load(tiny_model(family), backend="cpu", n_ctx=256, n_threads=2)
+    try:
+        tokens = np.random.default_rng(0).integers(0, 384, 130)
+        with_closing.forward(Batch.of(tokens[:100].tolist(), 0, wanted="none"))
+        single = np.array([with_closing.step(int(token), 0).copy() for token in tokens[100:117]])
+        for count in (2, 3, 5, 8, 9, 17):
+            with_closing.truncate(0, 100)
+            rows = with_closing.forward(Batch.of(tokens[100 : 100 + count].tolist(), 100, wanted="all"))
+            assert (rows == single[:count]).all()
+    finally:
+        with_closing.close()
+
+
+def test_a_draft_shares_the_threads_of_its_target(tiny_model: Tiny) -> None:
+    target = backends.load(tiny_model("llama"), backend="cpu", n_threads=2)
+    draft = backends.load(tiny_model("llama"), backend="cpu", n_threads=2, beside=target)
+    other = backends.load(tiny_model("llama"), backend="cpu", n_threads=1, beside=target)
+    assert draft._team is target._team and other._team is not target._team  # type: ignore[attr-defined]
+    draft.close()
+    other.close()
+    target.step(1, 0)
+    with pytest.raises(ValueError, match="closed"):
+        draft.step(1, 0)
+    target.close()
+
+
+@pytest.mark.parametrize("token, sequence", [(-1, 0), (384, 0), (0, 1), (0, -1)])
+def test_a_wrong_single_step_is_refused(tiny_model: Tiny, token: int, sequence: int) -> None:
+    backend = backends.load(tiny_model("llama"), backend="cpu", n_ctx=4, n_threads=1)
+    with pytest.raises((ValueError, IndexError)):
+        backend.step(token, sequence)
+    for _ in range(4):
+        backend.step(1, 0)
+    with pytest.raises(ValueError, match="positions"):
+        backend.step(1, 0)
+    backend.close()
+
+
+def test_tune_draft_tells_the_curve(tiny_model: Tiny, tmp_path: Path) -> None:
+    model = str(tiny_model("llama"))
+    (tmp_path / "prompts.txt").write_text("Hello world\n\nAnd the\n")
+    arguments = ["-m", model, "-md", model, "--lengths", "2,4", "--temps", "0,0.7", "-n", "12"]
+    arguments += ["-f", str(tmp_path / "prompts.txt")]
+    runner = click.testing.CliRunner()
+    done = runner.invoke(tune_draft.command, [*arguments, "--json"], catch_exceptions=False)
+    facts = json.loads(done.stdout)
+    points = {(point["temperature"], point["length"]): point for point in facts["points"]}
+    assert set(points) == {(t, n) for t in (0, 0.7) for n in (0, 2, 4, -1)}
+    assert points[0, 0]["speed_up"] == 1 and points[0, 0]["accepted"] == 0
+    assert points[0, 4]["accepted"] == 1 and points[0, 4]["rejected"] == 0
+    assert points[0, 4]["per_step"] > points[0, 2]["per_step"] > 1
+    assert facts["best"] in (0, 2, 4, -1)
+    table = runner.invoke(tune_draft.command, arguments, catch_exceptions=False).stdout
+    assert "adaptive" in table and "Best:" in table
+    wrong = runner.invoke(tune_draft.command, [*arguments, "--lengths", "0"])
+    assert wrong.exit_code == 2
+
+
+def test_the_best_length_is_that_of_all_temperatures() -> None:
+    ups = {(0.0, 2): 1.5, (0.0, 4): 2.0, (0.9, 2): 1.4, (0.9, 4): 1.0, (0.0, 0): 1.0, (0.9, 0): 1.0}
+    points = [tuning.Point(t, n, 100 * up, up, 0.5, 0.5, 1.5) for (t, n), up in ups.items()]
+    length, gain = tuning.best(points)
+    assert length == 2 and gain == pytest.approx(2 / (1 / 1.5 + 1 / 1.4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_real_model_says_the_same_with_guesses(smollm2_path: Path, temperature: float) -> None:
+    parameters: dict[str, Any] = {"temperature": temperature, "seed": 1, "max_tokens": 60}
+    messages = [{"role": "user", "content": "Repeat twice: the quick brown fox jumps over the lazy dog."}]
+    with edgert.load(smollm2_path, spec="off", n_ctx=512) as model:
+        expected = model.chat(messages, **parameters).tokens
+    with edgert.load(smollm2_path, spec="ngram", n_ctx=512) as model:
+        reply = model.chat(messages, **parameters)
+        assert reply.tokens == expected
+        assert temperature or reply.stats.draft_n > 0
+    with edgert.load(smollm2_path, draft=smollm2_path, spec="draft", spec_min=3, spec_max=3, n_ctx=512) as model:
+        reply = model.chat(messages, **parameters)
+        assert reply.tokens == expected
+        assert reply.stats.draft_n_accepted == reply.stats.draft_n > 0
+
+
+@pytest.mark.slow
+def test_another_family_is_no_draft(smollm2_path: Path, gemma3_path: Path) -> None:
+    with pytest.raises(EdgertError, match=r"262144 tokens .* 49152"):
+        edgert.load(smollm2_path, draft=gemma3_path)
+
+
+@pytest.mark.slow
+def test_the_llama_backend_speculates_too(smollm2_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    arguments: dict[str, Any] = {"backend": "llama", "n_ctx": 512, "use_extra_bufts": False}
+    with edgert.load(smollm2_path, draft=smollm2_path, spec_min=3, spec_max=3, **arguments) as model:
+        reply = model.chat([{"role": "user", "content": "What is rain?"}], temperature=0, max_tokens=40)
+        assert (
+            reply.stats.draft_n >= reply.stats.draft_n_accepted > 20
+        )  # its batches are not bit for bit its single steps
+        assert model.backend.length(0) <= reply.stats.prompt_n + reply.stats.predicted_n
