@@ -21,12 +21,15 @@ def load(
     backend: str = "auto",
     n_ctx: int = 0,
     n_threads: int | None = None,
+    cache_type_k: str | None = None,
+    cache_type_v: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> Backend:
     """Loads a model file into a backend; "auto" takes the cpu backend.
 
     n_ctx:     positions that one sequence may have; 0: as many as the model was trained on
+    cache_type_k, cache_type_v:  how keys and values are cached, by ggml's names of types; None: the backend's default
     progress:  called with (kernels compiled, kernels to compile) by a backend that compiles on first use
     options:   what the backend's class takes besides
 
@@ -41,10 +44,13 @@ def load(
         if name == "cpu":
             from edgert.backends.cpu.backend import CpuBackend
 
+            options |= {"cache_type_k": cache_type_k, "cache_type_v": cache_type_v}
             _check(options, CpuBackend)
             return CpuBackend(file, n_ctx=n_ctx, n_threads=n_threads, progress=progress, **options)
         from edgert.backends.llama import LlamaBackend
 
+        types = {"type_k": cache_type_k, "type_v": cache_type_v}
+        options |= {name: kind for name, kind in types.items() if kind is not None}
         _check(options, LlamaBackend)
         return LlamaBackend(file, n_ctx=n_ctx, n_threads=n_threads, **options)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from edgert.errors import SessionError
 
 # Called with the names of the tensors that a product multiplies and its input, float32 (n_tokens, n_cols).
 OnInput = Callable[[tuple[str, ...], NDArray[np.float32]], object]
@@ -121,13 +124,38 @@ class Backend(ABC):
     def truncate(self, sequence: int, length: int) -> None:
         """Forgets all positions from `length` on."""
 
+    def reachable(self, sequence: int, length: int) -> int:
+        """The most of the first `length` positions that `truncate` and `fork` can go on from.
+
+        Less than `length` where layers with a window have forgotten what precedes it.
+        """
+        return length
+
     def free(self, sequence: int) -> None:
         """Forgets the sequence."""
         self.truncate(sequence, 0)
 
+    def save(self, sequence: int, length: int) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
+        """Copies of what is cached of the first `length` positions, and what JSON can hold about it.
+
+        With the capability "session".
+        """
+        raise SessionError("This backend cannot save what it has cached.")
+
+    def check_saved(self, facts: Mapping[str, Any], n_tokens: int, n_bytes: int) -> None:
+        """Raises: SessionError unless `restore` can take what `save` gave."""
+        raise SessionError("This backend cannot restore a saved cache.")
+
+    def restore(self, sequence: int, facts: Mapping[str, Any], data: NDArray[np.uint8]) -> None:
+        """Fills an empty sequence with what `save` gave, its pieces joined and checked by `check_saved`.
+
+        Raises: DoesNotFitError when the cache is full.
+        """
+        raise SessionError("This backend cannot restore a saved cache.")
+
     @abstractmethod
     def memory(self) -> dict[str, int]:
-        """Bytes held, by purpose: weights, kv (reserved for present tokens), buffers."""
+        """Bytes held, by purpose: weights, kv (reserved for present tokens), buffers; and kv_per_token."""
 
     @abstractmethod
     def close(self) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from edgert.backends import llama_check
 from edgert.backends.base import Backend, Batch, Verdict
 from edgert.devices import probe
-from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, ModelFileError
+from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, ModelFileError, RequestError
 
 if TYPE_CHECKING:
     from edgert.quantize.gguf_file import GGUFFile
@@ -31,7 +31,7 @@ log.addHandler(logging.NullHandler())
 
 INSTALL = "pip install 'edgert[gpu]'"
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}
+KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "q4_0": 2}
 
 # ggml's levels debug, info, warn, error; 5 continues the previous line. Its warnings are no failures.
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
@@ -136,18 +136,17 @@ class LlamaBackend(Backend):
         n_threads:        threads for prefill and decode; None: what suits this machine
         n_batch:          most tokens of one forward; n_ubatch: of one pass over the layers
         flash_attn:       "on", "off", or "auto"
+        type_k, type_v:   how keys and values are cached: "f32", "f16", "q8_0", "q4_0"
         swa_full:         whole cache for layers with a window, so that truncate reaches back any length
         use_extra_bufts:  let llama.cpp keep weights in layouts of its own (repack, AMX); None: those that work here
 
         Raises: BackendUnavailableError, ModelFileError, DoesNotFitError; ValueError for a wrong option.
         """
-        for name, value, known in (
-            ("flash_attn", flash_attn, FLASH_ATTENTION),
-            ("type_k", type_k, KV_TYPES),
-            ("type_v", type_v, KV_TYPES),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} is {value!r}; it is one of {', '.join(known)}")
+        if flash_attn not in FLASH_ATTENTION:
+            raise ValueError(f"flash_attn is {flash_attn!r}; it is one of {', '.join(FLASH_ATTENTION)}")
+        for name, value in (("cache_type_k", type_k), ("cache_type_v", type_v)):
+            if value not in KV_TYPES:
+                raise RequestError(name, f"is {value!r}; the llama backend has {', '.join(KV_TYPES)}")
         n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
         self._model: Any = None
         self._context: Any = None

@@ -153,8 +153,8 @@ class Result:
             "n_batch": self.engine["n_batch"],
             "n_ubatch": self.engine["n_ubatch"],
             "n_threads": self.engine["n_threads"],
-            "type_k": "f16",
-            "type_v": "f16",
+            "type_k": self.engine["type_k"],
+            "type_v": self.engine["type_v"],
             "n_gpu_layers": 0,
             "flash_attn": self.engine["flash_attn"],
             "n_prompt": self.test.n_prompt,
@@ -311,7 +311,8 @@ def measure(
         engines[0].load(progress)
         if against == "llama":
             threads = engines[0].engine["n_threads"]
-            engines += [EngineProcess(path, "llama", n_ctx, threads, flash_attn=fa) for fa in flash_attn]
+            types = {name: options[name] for name in ("cache_type_k", "cache_type_v") if options.get(name)}
+            engines += [EngineProcess(path, "llama", n_ctx, threads, flash_attn=fa, **types) for fa in flash_attn]
         for engine in engines[1:]:
             on_run(f"loading {path.name}")
             engine.load()
@@ -421,6 +422,8 @@ def _load(request: dict[str, Any], progress: Callable[[int, int], None]) -> tupl
         "n_batch": backend.n_batch,
         "n_ubatch": int(details.get("n_ubatch", backend.n_batch)),
         "flash_attn": details.get("flash_attn", "on"),
+        "type_k": details.get("type_k", "f16"),
+        "type_v": details.get("type_v", "f16"),
         "cpu_info": probe.probe().model_name,
     }
 

@@ -65,14 +65,17 @@ class Conversation:
         """Forgets all turns; the system message stays."""
         self.turns.clear()
 
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {"format": FORMAT, "model": self.model, "system": self.system, "turns": self.turns}
+
     def save(self, path: Path) -> None:
         """Writes the conversation as JSON; an older file of the name stays whole until the new one is."""
         from edgert.download import replace
 
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
-        content = {"format": FORMAT, "model": self.model, "system": self.system, "turns": self.turns}
-        part.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+        part.write_text(json.dumps(self.as_dict(), ensure_ascii=False, indent=1), encoding="utf-8")
         part.chmod(0o600)  # what was said is the user's own
         replace(part, path)
 
@@ -83,6 +86,11 @@ class Conversation:
             content: Any = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise EdgertError(f"{path} cannot be read as a saved conversation ({error}).") from error
+        return cls.from_dict(content, path)
+
+    @classmethod
+    def from_dict(cls, content: Any, path: Path) -> Conversation:
+        """What `as_dict` gave, found in a file. Raises: EdgertError when it is something else."""
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise EdgertError(f"{path} is not a conversation that edgert saved.")
         system, model = content.get("system"), content.get("model")

@@ -40,3 +40,7 @@ class RequestError(EdgertError):
         self.field = field
         self.reason = reason
         super().__init__(f"{field}: {reason}")
+
+
+class SessionError(EdgertError):
+    """A saved session is damaged, or belongs to another model or another kind of cache."""

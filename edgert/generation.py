@@ -7,16 +7,16 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from queue import SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgert.backends.base import Backend, Batch
-from edgert.errors import ContextFullError, DoesNotFitError, EdgertError, RequestError
+from edgert.errors import ContextFullError, DoesNotFitError, EdgertError, RequestError, SessionError
 from edgert.options import Options
 from edgert.reply import Chunk, Drafts, FinishReason, Progress, Stats, TokenLogprob
 from edgert.sampler import Sampler, logprobs
@@ -271,6 +271,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._closed = False  # no more work is taken
         self._finished = False  # close() has been called
+        self._calls: deque[tuple[Callable[[], object], SimpleQueue[object]]] = deque()
         self._crowded = False  # the cache was full: nobody begins until somebody has ended
         self._clock = itertools.count(1)
         n = backend.n_batch
@@ -294,10 +295,67 @@ class Engine:
                 raise EdgertError("The model is closed: load it again.")
             task.outbox = self._outbox
             self._waiting.append(task)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="edgert-engine", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+            self._start()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="edgert-engine", daemon=True)
+            self._thread.start()
+        self._changed.notify()
+
+    def _call(self, work: Callable[[], object]) -> Any:
+        """What `work` returns, done by the engine's thread between two steps. Raises: what it raises."""
+        answer: SimpleQueue[object] = SimpleQueue()
+        with self._changed:
+            if self._closed:
+                raise EdgertError("The model is closed: load it again.")
+            self._calls.append((work, answer))
+            self._start()
+        result = answer.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def save(self, tokens: NDArray[np.int32]) -> tuple[int, dict[str, Any], list[NDArray[np.uint8]]]:
+        """How many of the first tokens are cached somewhere, and that as `Backend.save` gives it."""
+
+        def work() -> object:
+            best = max(self._slots, key=lambda slot: slot.common(tokens))
+            n = self.backend.reachable(best.sequence, best.common(tokens))
+            if not n:
+                raise SessionError("Nothing of this text is cached, so there is nothing to save.")
+            return (n, *self.backend.save(best.sequence, n))
+
+        return self._call(work)
+
+    def restore(self, tokens: NDArray[np.int32], facts: Mapping[str, Any], data: NDArray[np.uint8]) -> None:
+        """Takes what `save` gave into a sequence that nobody uses.
+
+        Raises: SessionError for a cache of another kind; DoesNotFitError; EdgertError when all sequences are in use.
+        """
+
+        def work() -> None:
+            self.backend.check_saved(facts, len(tokens), data.nbytes)
+            if int(tokens.min()) < 0 or int(tokens.max()) >= self.backend.n_vocab:
+                raise SessionError("The session has tokens outside the vocabulary.")
+            free = [slot for slot in self._slots if slot.task is None]
+            if not free:
+                raise EdgertError("All sequences are in use: load the session when a reply has ended.")
+            slot = min(free, key=lambda slot: (slot.n_cached > 0, slot.last_use))
+            self.backend.free(slot.sequence)
+            slot.n_tokens = slot.n_cached = 0
+            while True:
+                try:
+                    self.backend.restore(slot.sequence, facts, data)
+                    break
+                except DoesNotFitError:
+                    if not self._evict():
+                        raise
+            slot.tokens[: len(tokens)] = tokens
+            slot.n_tokens = slot.n_cached = len(tokens)
+            slot.last_use = next(self._clock)
+
+        self._call(work)
 
     def close(self) -> None:
         """Ends all tasks with an error, the thread, and the backend; a second call does nothing."""
@@ -315,6 +373,12 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._wait():
+                while self._calls:
+                    work, answer = self._calls.popleft()
+                    try:
+                        answer.put(work())
+                    except Exception as error:
+                        answer.put(error)
                 try:
                     self.step()
                 except DoesNotFitError as error:
@@ -335,12 +399,14 @@ class Engine:
             for task in (*self._running, *self._waiting):
                 if not task.done:
                     task.fail(EdgertError("The model was closed while the request ran."))
+            for _, answer in self._calls:
+                answer.put(EdgertError("The model was closed while the request ran."))
             self._send()
 
     def _wait(self) -> bool:
         """Waits for work; false when there will be none."""
         with self._changed:
-            while not (self._closed or self._waiting or self._running):
+            while not (self._closed or self._waiting or self._running or self._calls):
                 self._changed.wait()
             return not self._closed
 
@@ -421,6 +487,7 @@ class Engine:
         if task.reuse:
             best = max(self._slots, key=lambda slot: (slot.common(prompt), slot.task is None))
             reused = min(best.common(prompt), len(prompt) - 1)  # the last token's logits are not kept
+            reused = self.backend.reachable(best.sequence, reused)
         if best and reused and best.task is None and (empty is None or best.n_cached <= 2 * reused):
             slot = best
         else:  # what the source holds beyond the common part is worth more than an empty slot

@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
@@ -22,6 +23,7 @@ from edgert.stream import Stream
 
 if TYPE_CHECKING:
     from edgert.backends.cpu.sampling import SampleKernel
+    from edgert.session import Session
     from edgert.speculation import Speculator
     from edgert.template import ChatTemplate
     from edgert.tokenizer import Tokenizer
@@ -39,6 +41,8 @@ def load(
     n_ctx: int | None = None,
     n_threads: int | None = None,
     backend: str = "auto",
+    cache_type_k: str | None = None,
+    cache_type_v: str | None = None,
     sampling: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
     draft: str | os.PathLike[str] | None = None,
@@ -56,6 +60,8 @@ def load(
                       None: the same, but at most 4096
     n_threads:        None: what suits this machine
     backend:          "auto", "cpu" or "llama"
+    cache_type_k:     how keys are cached: "f16", "q8_0" or "q4_0"; None: what suits the model and the backend
+    cache_type_v:     and values
     sampling:         defaults of this model's requests, over those that the file recommends
     chat_template:    a Jinja template in place of the file's
     draft:            a small model of the same vocabulary that guesses tokens, which this one checks; None: the one
@@ -96,7 +102,14 @@ def load(
     if backend in ("auto", "cpu"):  # requests at once share the memory of one context; who lacks room waits
         backend_options = {"n_seq_max": 4, "n_cached": n_ctx} | backend_options
     engine = backends.load(
-        path, backend=backend, n_ctx=n_ctx, n_threads=n_threads, progress=progress, **backend_options
+        path,
+        backend=backend,
+        n_ctx=n_ctx,
+        n_threads=n_threads,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+        progress=progress,
+        **backend_options,
     )
     try:
         speculator = loading.speculator(path, engine, speculation, n_threads=n_threads, progress=progress)
@@ -287,6 +300,44 @@ class Model:
         if self.template is None:
             raise RequestError("messages", "the file has no chat template: use `generate`")
         return self.template.encode(self.tokenizer, messages, tools=tools, **template_kwargs)
+
+    def save_session(
+        self,
+        path: str | os.PathLike[str],
+        text: Sequence[Message] | Sequence[int],
+        *,
+        transcript: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Writes what is cached of a conversation to a file, so that another run goes on without reading it again.
+
+        text:        messages as `chat` takes them, or token ids
+        transcript:  what `load_session` shall return besides; anything that JSON holds
+
+        Returns: how many tokens are in the file. Raises: SessionError where nothing of the text is cached, or the
+        backend cannot save; a file of the name stays as it was.
+        """
+        from edgert import session
+
+        messages = bool(len(text)) and isinstance(text[0], Mapping)
+        ids = self._ids(self.render(text) if messages else text)  # type: ignore[arg-type]
+        n, facts, chunks = self._engine.save(ids)
+        session.write(Path(path), ids[:n], transcript or {}, facts, chunks)
+        return n
+
+    def load_session(self, path: str | os.PathLike[str]) -> Session:
+        """Takes what `save_session` wrote into the cache; a prompt that begins with its tokens finds them there.
+
+        Raises: SessionError for a file that is damaged, or of another model or type of cache: nothing has changed then.
+        """
+        from edgert import session
+
+        found = session.read(Path(path))
+        self.restore_session(found)
+        return found
+
+    def restore_session(self, session: Session) -> None:
+        """The second half of `load_session`: takes what has been read from a file into the cache."""
+        self._engine.restore(session.tokens, session.facts, session.data)
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """The ids of a text.

@@ -57,6 +57,8 @@ class FakeStream:
 
 
 class FakeBackend:
+    capabilities: frozenset[str] = frozenset()
+
     def memory(self) -> dict[str, int]:
         return {"weights": 98_000_000, "kv": 1_000_000}
 

@@ -153,6 +153,8 @@ def engine_of(backend: str, flash_attn: str = "on") -> dict[str, Any]:
         "n_batch": 512,
         "n_ubatch": 512,
         "flash_attn": flash_attn,
+        "type_k": "f16",
+        "type_v": "f16",
         "cpu_info": "A processor",
     }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -23,7 +24,7 @@ from edgert.backends.cpu.graph import (
     Shape,
 )
 from edgert.backends.cpu.isa import select
-from edgert.backends.cpu.layouts import CODECS, PAGE, WINDOW
+from edgert.backends.cpu.layouts import BLOCK, CACHE_TYPES, CODECS, PAGE, WINDOW
 from edgert.backends.cpu.memory import aligned
 from edgert.backends.cpu.model_weights import pack_model
 from edgert.backends.cpu.sampling import NAMES as SAMPLING_KERNELS
@@ -32,7 +33,7 @@ from edgert.backends.cpu.team import KERNELS as TEAM_KERNELS
 from edgert.backends.cpu.team import Team
 from edgert.backends.cpu.weights import FLOAT_CODECS, Packer, encode, pack_rows
 from edgert.devices import probe
-from edgert.errors import DoesNotFitError, UnsupportedFormatError
+from edgert.errors import DoesNotFitError, RequestError, SessionError, UnsupportedFormatError
 from edgert.quantize.architecture import Architecture, describe
 from edgert.quantize.gguf_file import Model
 
@@ -40,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 N_BATCH = 512
 _ONE = np.array([1, 0, 1, 1])  # a step's header: tokens, wide, narrow and wanted rows
+DEFAULT_CACHE_TYPE = "f16"
+CENTERING_TOKENS = 256
+SESSION_LAYOUT = 1  # of pages; another number where saved pages would no longer mean the same
 
 
 class CpuBackend(Backend):
@@ -49,6 +53,7 @@ class CpuBackend(Backend):
     n_ctx:      positions that one sequence may have; 0: as many as the model was trained on
     n_seq_max:  sequences that may be cached at once
     n_cached:   positions that all sequences together may have; 0: n_ctx for each
+    cache_type_k, cache_type_v:  how keys and values are held: "f16", "q8_0", "q4_0"; None: what suits the model
     weights_as: "f32", "f16" or "bf16": what all matrices are dequantized to; None: each keeps the file's type
     beside:     another backend that never runs at the same time: its threads serve this one as well, because the
                 idle ones of two teams would wait on the cores that the others need
@@ -64,6 +69,8 @@ class CpuBackend(Backend):
         n_batch: int = N_BATCH,
         n_seq_max: int = 1,
         n_cached: int = 0,
+        cache_type_k: str | None = None,
+        cache_type_v: str | None = None,
         isa: str | None = None,
         weights_as: str | None = None,
         beside: Backend | None = None,
@@ -76,12 +83,14 @@ class CpuBackend(Backend):
         self.n_ctx = n_ctx or a.n_ctx_train
         self.n_batch = min(n_batch, max(WINDOW, -(-self.n_ctx // WINDOW) * WINDOW))
         self.n_seq_max = n_seq_max
-        self.capabilities = frozenset({"fork", "truncate", "batch", "observe", "replace"})
+        self.capabilities = frozenset({"fork", "truncate", "batch", "session", "observe", "replace"})
         n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
         if weights_as not in (None, *FLOAT_CODECS):
             raise ValueError(f"weights_as is one of {', '.join(FLOAT_CODECS)}, not {weights_as!r}")
         packing = Packer.kernels(file, [n for n, shape in a.tensors().items() if len(shape) == 2], weights_as)
-        _check_fit(file, a, n_cached or self.n_ctx * n_seq_max, weights_as)
+        types = cache_type("k", cache_type_k, a.head_dim), cache_type("v", cache_type_v, a.head_dim)
+        _check_fit(file, a, n_cached or self.n_ctx * n_seq_max, types, weights_as)
+        self._fingerprint = _fingerprint(file, a)
         self._progress = progress
         self._closed = False
         compiler.addresses([*TEAM_KERNELS, *sorted(packing)], self.isa, progress)
@@ -93,13 +102,18 @@ class CpuBackend(Backend):
         try:
             weights = pack_model(a, Packer(file, self.isa, self._team, weights_as))
             pages = -(-(n_cached or self.n_ctx * n_seq_max) // PAGE) + n_seq_max
-            self._cache = PagedCache(a.n_layer, a.n_head_kv, a.head_dim, n_seq_max, self.n_ctx, pages)
+            windows = [layer.window for layer in a.layers]
+            self._cache = PagedCache(
+                windows, a.n_head_kv, a.head_dim, n_seq_max, self.n_ctx, pages, self.n_batch, *types
+            )
             self._graph = Graph(a, weights, self._cache, self.isa, n_threads, self.n_batch)
             self._tapes: dict[Shape, Tape] = {}
             self._observed: dict[Shape, Tape] = {}
             self._one = self._graph.shape(0, 1, 1)
             self._logits = aligned(4).view(np.float32).reshape(1, 1)
             self._compile_usual()
+            if CACHE_TYPES[types[0]].refined:
+                self._center_keys()
         except BaseException:
             self.close()
             raise
@@ -108,7 +122,7 @@ class CpuBackend(Backend):
             "cpu",
             f"{probe.probe().model_name}, {n_threads} threads",
             f"kernels compiled for {self.isa.name}",
-            {"isa": self.isa.name, "threads": str(n_threads)},
+            {"isa": self.isa.name, "threads": str(n_threads), "type_k": types[0], "type_v": types[1]},
         )
 
     def _compile_usual(self) -> None:
@@ -128,6 +142,21 @@ class CpuBackend(Backend):
         for shape in shapes:
             if shape not in self._tapes:
                 self._make_tape(shape, self._tapes, self._graph.ops)
+
+    def _center_keys(self) -> None:
+        """Finds the mean that keys of few bits are held less of, from some tokens that the model reads.
+
+        Keys share most of their size with all others of their head. A constant vector taken off all of them adds the
+        same to all scores of a query, which the softmax does not see, and leaves less to round.
+        """
+        n = min(CENTERING_TOKENS, self.n_ctx, self.n_batch) // PAGE * PAGE
+        if n <= PAGE:
+            return
+        tokens = np.random.default_rng(0).integers(0, self.n_vocab, n)
+        self.forward(Batch.of(tokens.tolist(), 0, wanted="none"))
+        for layer, mean in enumerate(self._graph.key_means):
+            mean[:] = self._cache.keys(layer, 0)[:, PAGE:].mean(1)
+        self._cache.truncate(0, 0)
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
         return self._walk(*self._lay_out(batch))
@@ -253,19 +282,71 @@ class CpuBackend(Backend):
     def fork(self, source: int, target: int, length: int) -> None:
         if self._cache.lengths[target]:
             raise ValueError(f"sequence {target} is not empty")
-        if not 0 <= length <= self._cache.lengths[source]:
-            raise ValueError(f"sequence {source} has {self._cache.lengths[source]} positions, not {length}")
+        self._check_reach(source, length)
         self._cache.fork(source, target, length)
 
     def truncate(self, sequence: int, length: int) -> None:
-        if not 0 <= length <= self._cache.lengths[sequence]:
-            raise ValueError(f"sequence {sequence} has {self._cache.lengths[sequence]} positions, not {length}")
+        self._check_reach(sequence, length)
         self._cache.truncate(sequence, length)
+
+    def reachable(self, sequence: int, length: int) -> int:
+        return self._cache.reachable(sequence, length)
+
+    def _check_reach(self, sequence: int, length: int) -> None:
+        present = self._cache.lengths[sequence]
+        if not 0 <= length <= present:
+            raise ValueError(f"sequence {sequence} has {present} positions, not {length}")
+        if length != self._cache.reachable(sequence, length):
+            raise ValueError(f"windows of sequence {sequence} have passed what precedes position {length}")
+
+    def save(self, sequence: int, length: int) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
+        self._check_reach(sequence, length)
+        pools, chunks = self._cache.save(sequence, length)
+        return self._session_facts() | {"length": length, "pools": pools}, chunks
+
+    def _session_facts(self) -> dict[str, Any]:
+        """What must be equal for one backend to take another's pages."""
+        means = hashlib.sha256(self._graph.key_means.tobytes()).hexdigest()
+        return {
+            "backend": "cpu",
+            "layout": SESSION_LAYOUT,
+            "model": self._fingerprint,
+            "type_k": self._cache.type_k,
+            "type_v": self._cache.type_v,
+            "key_means": means,
+        }
+
+    def check_saved(self, facts: Mapping[str, Any], n_tokens: int, n_bytes: int) -> None:
+        for name, own in self._session_facts().items():
+            if facts.get(name) != own:
+                what = "another model" if name == "model" else f"another {name.replace('_', ' ')}"
+                raise SessionError(f"The session was saved with {what}: {facts.get(name)!r}, not {own!r}.")
+        length = facts.get("length")
+        if length != n_tokens or not 0 < n_tokens <= self.n_ctx:
+            raise SessionError(
+                f"The session has {n_tokens} tokens, and the context {self.n_ctx}: load it with a larger."
+            )
+        try:
+            sound = self._cache.matches(facts["pools"], n_tokens, n_bytes)
+        except (KeyError, TypeError, ValueError):
+            sound = False
+        if not sound:
+            raise SessionError("The session's pages are not those of this model's cache.")
+
+    def restore(self, sequence: int, facts: Mapping[str, Any], data: NDArray[np.uint8]) -> None:
+        length = int(facts["length"])
+        self.check_saved(facts, length, data.nbytes)
+        if self._cache.lengths[sequence]:
+            raise ValueError(f"sequence {sequence} is not empty")
+        if self._cache.missing({sequence: length}):
+            raise DoesNotFitError(f"The cache has no room for the session's {length} positions: end a sequence.")
+        self._cache.restore(sequence, facts["pools"], length, data)
 
     def memory(self) -> dict[str, int]:
         return {
             "weights": self._graph.weights.n_bytes,
             "kv": self._cache.used_bytes,
+            "kv_per_token": self._cache.token_bytes,
             "buffers": self._graph.n_bytes + self._logits.nbytes,
         }
 
@@ -306,13 +387,43 @@ def _check(file: Model[Any], a: Architecture) -> None:
         raise UnsupportedFormatError(f"{file.path} needs {' and '.join(reasons)}, which the cpu backend lacks.")
 
 
-def _check_fit(file: Model[Any], a: Architecture, n_positions: int, weights_as: str | None = None) -> None:
+def _fingerprint(file: Model[Any], a: Architecture) -> str:
+    """A hash of the architecture and of the first row of each tensor."""
+    digest = hashlib.sha256(repr(a).encode())
+    for name in sorted(file.tensors):
+        tensor = file.tensor(name)
+        digest.update(f"{name} {tensor.shape}".encode())
+        digest.update(np.ascontiguousarray(tensor.rows(0, 1), np.float32).tobytes())
+    return digest.hexdigest()
+
+
+def cache_type(side: str, name: str | None, head_dim: int) -> str:
+    """The type of keys ("k") or values ("v") that a name asks for; None: the default for heads of this size.
+
+    Raises: RequestError for a type that is unknown, or that heads of this size cannot have.
+    """
+    packable = head_dim % BLOCK == 0
+    if name is None:
+        return DEFAULT_CACHE_TYPE if packable else "f16"
+    if name not in CACHE_TYPES:
+        raise RequestError(f"cache_type_{side}", f"is {name!r}; the cpu backend has {', '.join(CACHE_TYPES)}")
+    if CACHE_TYPES[name].is_packed and not packable:
+        raise RequestError(
+            f"cache_type_{side}", f"{name} needs heads of a multiple of {BLOCK}, not {head_dim}: use f16"
+        )
+    return name
+
+
+def _check_fit(
+    file: Model[Any], a: Architecture, n_positions: int, types: tuple[str, str], weights_as: str | None
+) -> None:
     """Refuses a cache that could not be filled, before any work."""
     if weights_as:
         n_bytes = sum(prod(shape) for shape in a.tensors().values()) * CODECS[weights_as].bits // 8
     else:
         n_bytes = sum(tensor.n_bytes for tensor in file.tensors.values())
-    per_position = a.n_layer * 2 * a.n_head_kv * a.head_dim * 2
+    page = a.n_layer * a.n_head_kv * sum(CACHE_TYPES[name].page_bytes(a.head_dim) for name in types)
+    per_position = page // PAGE
     needed, available = n_bytes + n_positions * per_position, probe.probe().memory_available
     if needed > available:
         most = (available - n_bytes) // per_position

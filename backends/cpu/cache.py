@@ -1,102 +1,302 @@
 """The paged cache of keys and values: which pages belong to which sequence.
 
-Pages hold PAGE positions in every layer at once and are handed out as sequences grow; forks share full pages by
-reference count. The memory of a page comes into being when it is first written.
+Pages hold PAGE positions and are handed out as sequences grow; forks share full pages by reference count. The
+memory of a page comes into being when it is first written. Layers that see all positions have pages in common, and
+so have those of one window, which are given back when the window has passed them.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
-from edgert.backends.cpu.layouts import PAGE
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.backends.cpu.layouts import BLOCK, CACHE_TYPES, PAGE
 from edgert.backends.cpu.memory import aligned
 from edgert.errors import DoesNotFitError
 
 
-class PagedCache:
-    """Keys and values in float16 for `n_pages` pages.
+def n_pages(length: int) -> int:
+    """Pages that `length` positions take."""
+    return -(-length // PAGE)
 
-    data:   uint8 (n_pages, stride): for each layer and head the keys, then the values, as `kernels/rope.py` says;
+
+class Pool:
+    """The pages of some layers.
+
+    A sequence's entries are its pages in order; with `refined` keys, before them one for what rounding left of the
+    keys of the first page. Entries before `first` have been given back.
+
+    data:   uint8 (n_pages, stride): for each layer and head the keys, then the values, as `cache_write.py` says;
             a page of all layers is one piece, so that memory grows page by page even where the system's are large
-    table:  int32 (n_seq, max_pages), the page of each PAGE positions of a sequence
+    table:  int32 (n_seq, entries), the page of each entry of a sequence
     """
 
-    def __init__(self, n_layer: int, n_head_kv: int, head_dim: int, n_seq: int, n_ctx: int, n_pages: int) -> None:
-        self.max_pages = -(-n_ctx // PAGE)
-        self.n_pages = n_pages
-        self._head_bytes = head_dim * PAGE * 2
-        self._layer_bytes = n_head_kv * 2 * self._head_bytes
-        self.stride = n_layer * self._layer_bytes
-        self.data = aligned(n_pages * self.stride).reshape(n_pages, self.stride)
-        self.table = np.zeros((n_seq, self.max_pages + 8), np.int32)  # kernels look a few entries ahead
-        self.lengths = [0] * n_seq
-        self._owned = [0] * n_seq  # pages that each sequence holds
-        self._references = np.zeros(n_pages, np.int32)
-        self._free = list(range(n_pages - 1, -1, -1))
+    def __init__(self, stride: int, lead: int, n_seq: int, max_pages: int, size: int) -> None:
+        self.stride, self.lead, self.size = stride, lead, size
+        self.data = aligned(size * stride).reshape(size, stride)
+        self.table = np.zeros((n_seq, lead + max_pages + 8), np.int32)  # kernels look a few entries ahead
+        self.first = [0] * n_seq
+        self.end = [0] * n_seq
+        self._references = np.zeros(size, np.int32)
+        self._free = list(range(size - 1, -1, -1))
+        self._written = np.zeros(size, bool)
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes of the pages in use."""
-        return (self.n_pages - len(self._free)) * self.stride
+    def used(self) -> int:
+        """Pages in use."""
+        return self.size - len(self._free)
 
-    def missing(self, growth: dict[int, int]) -> int:
+    def entries(self, length: int) -> int:
+        """Entries of a sequence of `length` positions."""
+        return self.lead + n_pages(length) if length else 0
+
+    def lacking(self, growth: dict[int, int]) -> int:
         """How many pages are lacking for sequences to reach these lengths."""
-        needed = sum(max(0, -(-length // PAGE) - self._owned[sequence]) for sequence, length in growth.items())
+        needed = sum(max(0, self.entries(length) - self.end[sequence]) for sequence, length in growth.items())
         return max(0, needed - len(self._free))
 
     def grow(self, sequence: int, length: int) -> None:
         """Gives a sequence the pages for `length` positions."""
-        pages = -(-length // PAGE)
-        while self._owned[sequence] < pages:
-            page = self._take()
-            self.table[sequence, self._owned[sequence]] = page
-            self._owned[sequence] += 1
-        self.lengths[sequence] = length
+        end = self.entries(length)
+        while self.end[sequence] < end:
+            self.table[sequence, self.end[sequence]] = self._take()
+            self.end[sequence] += 1
+
+    def release(self, sequence: int, position: int) -> None:
+        """Gives back the pages that lie wholly before a position."""
+        whole = position // PAGE
+        while whole and self.first[sequence] < min(self.lead + whole, self.end[sequence]):
+            self._drop(int(self.table[sequence, self.first[sequence]]))
+            self.first[sequence] += 1
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Keeps the first `length` positions."""
-        pages = -(-length // PAGE)
-        while self._owned[sequence] > pages:
-            self._owned[sequence] -= 1
-            page = int(self.table[sequence, self._owned[sequence]])
-            self._references[page] -= 1
-            if not self._references[page]:
-                self._free.append(page)
-        self.lengths[sequence] = length
-        if length % PAGE:
-            self._own_last(sequence)
+        """Keeps the first `length` positions, and makes the last page the sequence's own."""
+        end = self.entries(length)
+        while self.end[sequence] > max(end, self.first[sequence]):
+            self.end[sequence] -= 1
+            self._drop(int(self.table[sequence, self.end[sequence]]))
+        if not end:
+            self.first[sequence] = self.end[sequence] = 0
+        self._own_last(sequence, length)
 
     def fork(self, source: int, target: int, length: int) -> None:
         """The empty target shares the source's full pages; a page that both would write to is copied."""
-        pages = -(-length // PAGE)
-        self.table[target, :pages] = self.table[source, :pages]
-        self._references[self.table[source, :pages]] += 1
-        self._owned[target] = pages
-        self.lengths[target] = length
-        if length % PAGE:
-            self._own_last(target)
+        first, end = self.first[source], self.entries(length)
+        shared = self.table[source, first:end]
+        self.table[target, first:end] = shared
+        self._references[shared] += 1
+        self.first[target], self.end[target] = (first, end) if end else (0, 0)
+        self._own_last(target, length)
 
-    def _own_last(self, sequence: int) -> None:
-        """Copies the last page if it is shared, since the sequence will write to it."""
-        place = self._owned[sequence] - 1
-        shared = int(self.table[sequence, place])
+    def held(self, sequence: int) -> NDArray[np.int32]:
+        """The pages of the sequence's entries, int32."""
+        return self.table[sequence, self.first[sequence] : self.end[sequence]]
+
+    def adopt(self, sequence: int, first: int, length: int) -> NDArray[np.int32]:
+        """Gives an empty sequence pages of its own for entries [first, those of length); returns them."""
+        self.first[sequence] = self.end[sequence] = first
+        self.grow(sequence, length)
+        return self.held(sequence)
+
+    def _own_last(self, sequence: int, length: int) -> None:
+        if length % PAGE:
+            self._own(sequence, self.end[sequence] - 1)
+            if self.lead and length < PAGE:
+                self._own(sequence, 0)
+
+    def _own(self, sequence: int, entry: int) -> None:
+        """Copies a page if it is shared, since the sequence will write to it."""
+        shared = int(self.table[sequence, entry])
         if self._references[shared] > 1:
             page = self._take()
             self.data[page] = self.data[shared]
             self._references[shared] -= 1
-            self.table[sequence, place] = page
+            self.table[sequence, entry] = page
+
+    def _drop(self, page: int) -> None:
+        self._references[page] -= 1
+        if not self._references[page]:
+            self._free.append(page)
 
     def _take(self) -> int:
         if not self._free:
             raise DoesNotFitError(
-                f"The cache's {self.n_pages * PAGE} positions are all in use: end a sequence, "
+                f"The cache's {self.size * PAGE} positions are all in use: end a sequence, "
                 "or load the model with a larger -c/--ctx-size."
             )
         page = self._free.pop()
+        if self._written[page]:
+            self.data[page] = 0  # what is not this sequence's must not be in a file of it
+        self._written[page] = True
         self._references[page] = 1
         return page
 
-    def addresses(self, layer: int) -> tuple[int, int]:
-        """Where the keys and the values of the layer's first head stand in page 0; pages follow at `stride` bytes."""
-        keys = self.data.ctypes.data + layer * self._layer_bytes
-        return keys, keys + self._head_bytes
+
+class PagedCache:
+    """Keys and values of all layers.
+
+    windows:  int (n_layer), positions that a token of each layer sees; 0: all
+    n_batch:  positions that a sequence may grow by at once
+    n_pages:  of the layers that see everything
+
+    Of layers with a window each sequence keeps the window's positions, and as many before them: so far back it can
+    be truncated, or a fork begin.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[int],
+        n_head_kv: int,
+        head_dim: int,
+        n_seq: int,
+        n_ctx: int,
+        n_pages: int,
+        n_batch: int,
+        type_k: str = "f16",
+        type_v: str = "f16",
+    ) -> None:
+        self.type_k, self.type_v = type_k, type_v
+        self._n_head_kv, self._head_dim = n_head_kv, head_dim
+        self.max_pages = -(-n_ctx // PAGE)
+        self.lengths = [0] * n_seq
+        self._key_bytes = CACHE_TYPES[type_k].page_bytes(head_dim)
+        self.layer_bytes = n_head_kv * (self._key_bytes + CACHE_TYPES[type_v].page_bytes(head_dim))
+        lead = int(CACHE_TYPES[type_k].refined)
+        # A window that is nearly the context frees nothing.
+        kept = {window: 2 * window + n_batch + 2 * PAGE for window in set(windows) if window}
+        self._window_of = [window if window and kept[window] < n_ctx else 0 for window in windows]
+        self.pools: dict[int, Pool] = {}
+        self._places: list[int] = []
+        for window in self._window_of:
+            self._places.append(self._window_of[: len(self._places)].count(window))
+        for window in sorted(set(self._window_of)):
+            stride = self._window_of.count(window) * self.layer_bytes
+            size = n_seq * (lead + -(-kept[window] // PAGE)) if window else n_pages + lead * n_seq
+            self.pools[window] = Pool(stride, lead, n_seq, self.max_pages, size)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages in use."""
+        return sum(pool.used * pool.stride for pool in self.pools.values())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one position in all layers."""
+        return sum(pool.stride for pool in self.pools.values()) // PAGE
+
+    def missing(self, growth: dict[int, int]) -> int:
+        """How many pages are lacking for sequences to reach these lengths; layers with a window always have theirs."""
+        return self.pools[0].lacking(growth) if 0 in self.pools else 0
+
+    def grow(self, sequence: int, length: int) -> None:
+        """Gives a sequence the pages for `length` positions."""
+        for window, pool in self.pools.items():
+            if window:
+                pool.release(sequence, self.lengths[sequence] - 2 * window)
+            pool.grow(sequence, length)
+        self.lengths[sequence] = length
+
+    def reachable(self, sequence: int, length: int) -> int:
+        """The most of the first `length` positions that `truncate` and `fork` can go on from: `length`, or 0."""
+        for window, pool in self.pools.items():
+            held_from = max(0, pool.first[sequence] - pool.lead) * PAGE
+            if held_from > max(0, length + 1 - window):
+                return 0
+        return length
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Keeps the first `length` positions, which are reachable."""
+        self.lengths[sequence] = length
+        for pool in self.pools.values():
+            pool.truncate(sequence, length)
+
+    def fork(self, source: int, target: int, length: int) -> None:
+        """The empty target shares the first `length` positions, which are reachable."""
+        self.lengths[target] = length
+        for pool in self.pools.values():
+            pool.fork(source, target, length)
+
+    def addresses(self, layer: int) -> tuple[int, int, int, int, int]:
+        """For the layer: the table of pages and its row's length, keys and values of the first head in page 0, and
+        the bytes from a page to the next."""
+        pool = self.pools[self._window_of[layer]]
+        table = pool.table.ctypes.data + pool.lead * pool.table.itemsize
+        keys = pool.data.ctypes.data + self._places[layer] * self.layer_bytes
+        return table, pool.table.shape[1], keys, keys + self._key_bytes, pool.stride
+
+    def save(self, sequence: int, length: int) -> tuple[list[dict[str, int]], list[NDArray[np.uint8]]]:
+        """For each pool which entries follow, and copies of their pages, uint8 (entries, stride)."""
+        facts, chunks = [], []
+        for window, pool in self.pools.items():
+            first, end = pool.first[sequence], pool.entries(length)
+            facts.append({"window": window, "first": first, "end": end, "stride": pool.stride})
+            pages = pool.data[pool.table[sequence, first:end]]
+            if length % PAGE and len(pages):
+                self._clear(pages[-1], length % PAGE)
+                if length < PAGE:
+                    self._clear(pages[0], length)
+            chunks.append(pages)
+        return facts, chunks
+
+    def _clear(self, page: NDArray[np.uint8], used: int) -> None:
+        """Zeros the positions of a page from `used` on: they may be of a sequence that this one was forked from."""
+        heads = page.reshape(-1, self.layer_bytes // self._n_head_kv)
+        n = len(heads)
+        start = 0
+        for side, name in (("k", self.type_k), ("v", self.type_v)):
+            kind = CACHE_TYPES[name]
+            middle, stop = (
+                start + size for size in (self._head_dim * PAGE * kind.bits // 8, kind.page_bytes(self._head_dim))
+            )
+            codes, scales = heads[:, start:middle], heads[:, middle:stop]
+            if side == "k":
+                codes.reshape(n, -1, PAGE, 4 if kind.is_packed else 2)[:, :, used:] = 0
+            elif not kind.is_packed:
+                codes.reshape(n, PAGE, -1)[:, used:] = 0
+            else:
+                for position in range(used, PAGE):
+                    codes.reshape(n, PAGE // 4, -1, 4)[:, position // 4, :, position % 4] = 0
+            if kind.is_packed:
+                scales.reshape(n, -1, PAGE, 2)[:, :, used:] = 0
+            start = stop
+
+    def matches(self, facts: list[dict[str, int]], length: int, n_bytes: int) -> bool:
+        """Whether `restore` can take what `save` gave."""
+        expected = 0
+        for (window, pool), fact in zip(self.pools.items(), facts, strict=True):
+            first, end = fact["first"], fact["end"]
+            if fact["window"] != window or fact["stride"] != pool.stride or end != pool.entries(length):
+                return False
+            held_from = max(0, first - pool.lead) * PAGE
+            if not 0 <= first <= end or (first and (not window or held_from > max(0, length + 1 - window))):
+                return False
+            expected += (end - first) * pool.stride
+        return expected == n_bytes
+
+    def restore(self, sequence: int, facts: list[dict[str, int]], length: int, data: NDArray[np.uint8]) -> None:
+        """Fills an empty sequence with what `save` gave."""
+        start = 0
+        for pool, fact in zip(self.pools.values(), facts, strict=True):
+            pages = pool.adopt(sequence, fact["first"], length)
+            stop = start + len(pages) * pool.stride
+            pool.data[pages] = data[start:stop].reshape(len(pages), pool.stride)
+            start = stop
+        self.lengths[sequence] = length
+
+    def keys(self, layer: int, sequence: int) -> NDArray[np.float32]:
+        """float32 (n_head_kv, positions, head_dim): a sequence's packed keys of 4 bits as kernels read them."""
+        kind, pool = CACHE_TYPES[self.type_k], self.pools[self._window_of[layer]]
+        n_head_kv, head_dim = self._n_head_kv, self._head_dim
+        pages = pool.held(sequence)[pool.lead :]
+        start = self._places[layer] * self.layer_bytes
+        raw = pool.data[pages, start : start + self.layer_bytes].reshape(len(pages), n_head_kv, -1)
+        n_bytes = head_dim * PAGE // 2
+        codes = raw[..., :n_bytes].reshape(len(pages), n_head_kv, head_dim // BLOCK, 4, PAGE, 4)
+        both = np.stack([codes & 15, codes >> 4], axis=3).astype(np.float32) - kind.offset
+        scales = np.ascontiguousarray(raw[..., n_bytes : self._key_bytes]).view(np.float16)
+        scales = scales.reshape(len(pages), n_head_kv, head_dim // BLOCK, 1, 1, PAGE, 1).astype(np.float32)
+        # (page, head, block, half, row, place, dimension) -> (head, page, place, block, half, row, dimension)
+        values = (both * scales).transpose(1, 0, 5, 2, 3, 4, 6)
+        return np.ascontiguousarray(values).reshape(n_head_kv, len(pages) * PAGE, head_dim)

@@ -119,6 +119,7 @@ class Graph:
             if self._rope_key(layer.rope) not in self.rope_tables:
                 frequencies = np.ascontiguousarray(layer.rope.frequencies(), np.float64)
                 self.rope_tables[self._rope_key(layer.rope)] = (frequencies, arena.floats(rows, layer.rope.n_dims))
+        self.key_means = arena.floats(a.n_layer, a.n_head_kv, a.head_dim)
         # Most of it is never touched: it is for many tokens of long sequences at once.
         self.max_chunks = -(-cache.max_pages * 16 // CHUNK) + 1
         self.partials = aligned(n_batch * a.n_head * self.max_chunks * partial_bytes(a.head_dim))
@@ -248,7 +249,7 @@ class Graph:
         a = self.architecture
         parameters: dict[str, object] = {"source": kernel, "form": form}
         if kernel == "merge":
-            parameters |= {"n_head": a.n_head, "head_dim": a.head_dim}
+            parameters |= {"n_head": a.n_head, "head_dim": a.head_dim, "type_v": self.cache.type_v}
         return Op(
             name_of("rows", **parameters),
             [
@@ -382,12 +383,12 @@ class Graph:
     def _attention(self, shape: Shape, i: int, layer: LayerWeights) -> list[Op]:
         """Bias, head norms, rotation and the write to the cache; then the attention of both groups of rows."""
         a, cache = self.architecture, self.cache
-        keys, values = cache.addresses(i)
+        table, width, keys, values, stride = cache.addresses(i)
         rope = a.layers[i].rope
         window = a.layers[i].window
-        common = [self.positions.ctypes.data, self.slots.ctypes.data, cache.table.ctypes.data, cache.table.shape[1],
-                  keys, values, cache.stride]  # fmt: skip
-        heads = {"n_head": a.n_head, "n_head_kv": a.n_head_kv, "head_dim": a.head_dim}
+        common = [self.positions.ctypes.data, self.slots.ctypes.data, table, width, keys, values, stride]
+        heads = {"n_head": a.n_head, "n_head_kv": a.n_head_kv, "head_dim": a.head_dim,
+                 "type_k": cache.type_k, "type_v": cache.type_v}  # fmt: skip
         ops = [
             Op(
                 name_of("rope", **heads, n_rot=rope.n_dims, style=rope.style),
@@ -402,6 +403,7 @@ class Graph:
                     0 if layer.k_norm is None else layer.k_norm.ctypes.data,
                     float_bits(a.norm_eps),
                     float_bits(a.attention_scale),
+                    self.key_means[i].ctypes.data,
                 ],
             )
         ]

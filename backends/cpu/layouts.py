@@ -88,6 +88,42 @@ CODEC_OF = {
 }
 
 
+@dataclass(frozen=True)
+class CacheType:
+    """How a head's keys or values lie in a page of PAGE positions (see `kernels/rope.py` and `kernels/packed.py`).
+
+    value = scale * (code - offset), with a float16 scale for each position and block of 32 dimensions
+    rotated:  a Hadamard rotation of the head's dimensions spreads outliers before they are rounded
+    refined:  keys are held less a mean, which changes no attention; and of the first page of a sequence, to which
+              all later tokens attend, what rounding left is held as well
+    """
+
+    name: str
+    bits: int
+    offset: int = 0
+    rotated: bool = False
+    refined: bool = False
+
+    @property
+    def is_packed(self) -> bool:
+        return self.bits < 16
+
+    def page_bytes(self, head_dim: int) -> int:
+        """Bytes of one head's keys, or values, of one page."""
+        scales = head_dim // BLOCK * PAGE * 2 if self.is_packed else 0
+        return head_dim * PAGE * self.bits // 8 + scales
+
+
+CACHE_TYPES = {
+    kind.name: kind
+    for kind in (
+        CacheType("f16", 16),
+        CacheType("q8_0", 8, offset=128),
+        CacheType("q4_0", 4, offset=8, rotated=True, refined=True),
+    )
+}
+
+
 def n_panels(n_rows: int, lanes: int) -> int:
     """Panels that hold `n_rows` rows."""
     return -(-n_rows // lanes)

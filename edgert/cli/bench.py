@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgert.cli.flags import CONTEXT, THREADS_HELP, Threads, flag
+from edgert.cli.flags import CACHE_FLAGS, CONTEXT, THREADS_HELP, Threads, flag
 from edgert.cli.loading import ProgressLine, compiling, model_path, notices
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class Several(click.ParamType):
     show_default=True,
     help="Flash attention of llama.cpp in a comparison.",
 )
+@CACHE_FLAGS[0]
+@CACHE_FLAGS[1]
 @click.option("-o", "--output", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
 def command(
     model: str | None,
@@ -58,6 +60,8 @@ def command(
     backend: str,
     against: str | None,
     flash_attn: str,
+    cache_type_k: str | None,
+    cache_type_v: str | None,
     output: str,
 ) -> None:
     """Measures prefill (pp) and decode (tg) of MODEL in tokens per second.
@@ -80,6 +84,8 @@ def command(
                     *(path, tests, n_threads, repetitions, backend, against, choices),
                     on_run=line.show,
                     progress=compiling(line),
+                    cache_type_k=cache_type_k,
+                    cache_type_v=cache_type_v,
                 )
     click.echo({"table": as_table, "json": as_json, "csv": as_csv}[output](results))
 

@@ -191,33 +191,58 @@ def _clear(chat: Chat, rest: str) -> None:
 
 
 def _session(chat: Chat, name: str, verb: str) -> Path:
+    """The file of a saved conversation, with the cache (.session) or, as older versions wrote it, without (.json)."""
     if not re.fullmatch(r"[\w][\w. -]{0,63}", name):
         raise EdgertError(f"Write /{verb} NAME, where NAME has letters, digits, '.', '_' and '-'.")
-    return chat.sessions / f"{name}.json"
+    return chat.sessions / f"{name}.session"
 
 
 def _save(chat: Chat, rest: str) -> None:
     path = _session(chat, rest, "save")
-    chat.conversation.save(path)
-    chat.note(f"Saved; /load {rest} goes on with it.")
+    plain = chat.sessions / f"{rest}.json"
+    conversation = chat.conversation
+    read = ""
+    if conversation.turns and "session" in chat.model.backend.capabilities:
+        n = chat.model.save_session(path, conversation.messages(), transcript=conversation.as_dict())
+        plain.unlink(missing_ok=True)
+        read = f", with {n:,} tokens that need not be read again"
+    else:
+        conversation.save(plain)
+        path.unlink(missing_ok=True)
+    chat.note(f"Saved{read}; /load {rest} goes on with it.")
 
 
 def _load(chat: Chat, rest: str) -> None:
+    from edgert import session
+
     path = _session(chat, rest, "load")
-    if not path.is_file():
-        names = sorted(file.stem for file in chat.sessions.glob("*.json"))
+    plain = chat.sessions / f"{rest}.json"
+    if not path.is_file() and not plain.is_file():
+        names = sorted({file.stem for end in ("session", "json") for file in chat.sessions.glob(f"*.{end}")})
         raise EdgertError(
             f"No conversation {rest!r} is saved; {'there are ' + ', '.join(names) if names else 'there is none'}."
         )
     model = chat.conversation.model
-    chat.conversation = Conversation.load(path)
-    turns = len(chat.conversation.turns) // 2
-    other = f", held with {chat.conversation.model}" if chat.conversation.model != model else ""
-    chat.conversation.model = model
-    chat.read_ahead()
-    chat.note(f"Loaded {turns} exchange{'s' if turns != 1 else ''}{other}.")
+    obstacle: EdgertError | None = None
+    if path.is_file():
+        found = session.read(path)
+        conversation = Conversation.from_dict(found.transcript, path)
+        try:
+            chat.model.restore_session(found)
+        except EdgertError as error:  # of another model, or another type of cache: it is read again
+            obstacle = error
+    else:
+        conversation = Conversation.load(plain)
+    chat.conversation = conversation
+    turns = len(conversation.turns) // 2
+    other = f", held with {conversation.model}" if conversation.model != model else ""
+    conversation.model = model
+    if obstacle or not path.is_file():
+        chat.read_ahead()
+    why = f" It is read again: {obstacle}" if obstacle and not other else ""
+    chat.note(f"Loaded {turns} exchange{'s' if turns != 1 else ''}{other}.{why}")
     if turns:
-        question, answer = (turn["content"] for turn in chat.conversation.turns[-2:])
+        question, answer = (turn["content"] for turn in conversation.turns[-2:])
         chat.say(f">>> {question if len(question) < 400 else question[:200] + ' … ' + question[-180:]}\n{answer}")
 
 
@@ -231,6 +256,8 @@ def _stats(chat: Chat, rest: str) -> None:
     read = total["prompt_n"] + total["cache_n"]
     memory = chat.model.backend.memory()
     drafts = f"drafts        {guesses(total['draft_n'], total['draft_n_accepted'])}\n" if total["draft_n"] else ""
+    per_token = memory.pop("kv_per_token", 0)
+    details = chat.model.verdict.details
     chat.say(
         f"answers       {total['answers']:.0f}\n"
         f"prompt        {read:.0f} tokens, {total['cache_n']:.0f} of them from the cache; "
@@ -239,6 +266,11 @@ def _stats(chat: Chat, rest: str) -> None:
         f"{drafts}"
         f"context       {used} of {chat.model.n_ctx} tokens\n"
         f"memory        {', '.join(f'{name} {size / 1e6:.0f} MB' for name, size in memory.items())}"
+        + (
+            f"\ncache         keys {details['type_k']}, values {details['type_v']}, {per_token / 1e3:.1f} kB per token"
+            if per_token
+            else ""
+        )
     )
 
 

@@ -69,6 +69,17 @@ def threads_flag(function: F) -> F:
     return flag("-t", "--threads", type=Threads(), help=THREADS_HELP)(function)
 
 
+CACHE_FLAGS = [
+    flag(
+        f"-ct{side}",
+        f"--cache-type-{side}",
+        metavar="TYPE",
+        help=f"How {what} are cached: f16, q8_0, q4_0; without it, what suits the model.",
+    )
+    for side, what in (("k", "keys"), ("v", "values"))
+]
+
+
 def model_flags(function: F) -> F:
     """Which model, and how it is loaded."""
     return _stack(
@@ -78,6 +89,7 @@ def model_flags(function: F) -> F:
             flag("-c", "--ctx-size", type=CONTEXT, help="Context in tokens; 0: the model's."),
             threads_flag,
             flag("--backend", help="Which engine runs it: auto, cpu, llama.", default="auto", show_default=True),
+            *CACHE_FLAGS,
             flag(
                 "--chat-template",
                 metavar="TEMPLATE",

@@ -166,6 +166,8 @@ def load(flags: dict[str, Any]) -> Model:
             **speculation,
             n_threads=flags.pop("threads"),
             backend=flags.pop("backend"),
+            cache_type_k=flags.pop("cache_type_k"),
+            cache_type_v=flags.pop("cache_type_v"),
             chat_template=template_text(flags.pop("chat_template")),
             progress=compiling(line),
         )

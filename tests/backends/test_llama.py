@@ -19,7 +19,7 @@ from edgert.backends import llama as module
 from edgert.backends import llama_check
 from edgert.backends.base import Batch
 from edgert.backends.llama import LlamaBackend
-from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, ModelFileError
+from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, ModelFileError, RequestError
 
 needs_llama = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
@@ -207,7 +207,7 @@ def test_options_have_known_values(tiny_model: Callable[..., Path]) -> None:
     path = tiny_model("llama")
     with pytest.raises(ValueError, match="flash_attn is 'maybe'"):
         LlamaBackend(path, flash_attn="maybe")
-    with pytest.raises(ValueError, match="type_k is 'q3'"):
+    with pytest.raises(RequestError, match="cache_type_k: is 'q3'"):
         LlamaBackend(path, type_k="q3")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.kernels.flash import Row, attend
-from edgert.backends.cpu.layouts import CHUNK, PAGE, partial_bytes
+from edgert.backends.cpu.layouts import CACHE_TYPES, CHUNK, partial_bytes
 from edgert.backends.cpu.simd import Emitter, emitted, word
 
 ARGUMENTS = (
@@ -30,17 +30,21 @@ ARGUMENTS = (
 )
 
 
-def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int, int, int], None]:
+def build(
+    isa: Isa, n_head: str, n_head_kv: str, head_dim: str, type_k: str, type_v: str
+) -> Callable[[int, int, int], None]:
     """Units of work are (token, chunk, key-value head); each runs the head's whole group of queries."""
     heads, heads_kv, dim = int(n_head), int(n_head_kv), int(head_dim)
     group = heads // heads_kv
     record = partial_bytes(dim)
+    kinds = CACHE_TYPES[type_k], CACHE_TYPES[type_v]
+    head_bytes = kinds[0].page_bytes(dim) + kinds[1].page_bytes(dim)
 
     def run(  # type: ignore[no-untyped-def]
         e: Emitter, q, keys, values, stride, pages, begin, end, out, step
     ) -> None:
         rows = [Row(e.add(q, r * dim * 4), begin, end, e.add(out, e.mul(step, r))) for r in range(group)]
-        attend(e, dim, rows, keys, values, stride, pages, begin, end)
+        attend(e, dim, kinds, rows, keys, values, stride, pages, begin, end)
 
     attend_group = emitted(isa, 9, run)
 
@@ -64,7 +68,7 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
                 for head in range(heads_kv):
                     if mine <= unit < stop:
                         out = word(a, 12) + ((i * heads + head * group) * max_chunks + chunk) * record
-                        inner = head * dim * PAGE * 4
+                        inner = head * head_bytes
                         attend_group(
                             word(a, 0) + row * word(a, 1) + head * group * dim * 4,
                             word(a, 8) + inner,

@@ -26,8 +26,10 @@ from edgert.backends.cpu.kernels.amx import (
     store_tile,
     zero_tile,
 )
+from edgert.backends.cpu.kernels.hadamard import hadamard
+from edgert.backends.cpu.kernels.packed import key_tiles, value_tiles
 from edgert.backends.cpu.layouts import ATTENTION_SPAN as SPAN
-from edgert.backends.cpu.layouts import PAGE, TILE, WINDOW
+from edgert.backends.cpu.layouts import CACHE_TYPES, PAGE, TILE, WINDOW, CacheType
 from edgert.backends.cpu.simd import F32, I16, I32, Emitter, Value, bfloat_pairs, emitted, int32_at, to_bfloat, word
 
 ARGUMENTS = (
@@ -52,7 +54,9 @@ POWERS = (1.000007283, 0.692931289, 0.241710262, 0.051666877, 0.013676531)
 MASKED, NOTHING = -1e30, -1e20
 
 
-def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int, int, int], None]:
+def build(
+    isa: Isa, n_head: str, n_head_kv: str, head_dim: str, type_k: str, type_v: str
+) -> Callable[[int, int, int], None]:
     """A kernel for one shape of heads; head_dim is a multiple of 32."""
     heads, heads_kv, dim = int(n_head), int(n_head_kv), int(head_dim)
     group = heads // heads_kv
@@ -62,12 +66,16 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
 
     configure = emitted(isa, 1, configure_tiles)
     release = emitted(isa, 0, release_tiles)
-    convert_page = emitted(isa, 4, lambda e, *a: _convert_page(e, dim, *a))
+    kinds = CACHE_TYPES[type_k], CACHE_TYPES[type_v]
+    head_bytes = kinds[0].page_bytes(dim) + kinds[1].page_bytes(dim)
+    convert_page = emitted(isa, 4, lambda e, *a: _convert_page(e, kinds, dim, *a))
+    convert_first = emitted(isa, 3, lambda e, *a: key_tiles(e, kinds[0], dim, *a)) if kinds[0].refined else convert_page
+    refined = kinds[0].refined
     start = emitted(isa, 3, lambda e, *a: _start(e, dim, *a))
     score = emitted(isa, 4, lambda e, *a: _score(e, q_tiles, *a))
     soften = emitted(isa, 8, lambda e, *a: _soften(e, v_tiles, *a))
     weigh = emitted(isa, 4, lambda e, *a: _weigh(e, v_tiles, *a))
-    finish = emitted(isa, 2, lambda e, *a: _finish(e, dim, *a))
+    finish = emitted(isa, 2, lambda e, *a: _finish(e, dim, kinds[1].rotated, *a))
 
     def attention(thread, n_threads, a):
         n_units = word(word(a, 2), 0) // WINDOW * heads_kv
@@ -84,7 +92,7 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
             head = unit % heads_kv
             position = word(word(a, 3), row)
             pages = word(a, 5) + word(word(a, 4), row) * word(a, 6) * 4
-            inner = head * dim * PAGE * 4
+            inner = head * head_bytes
             for tile in range(4 * group):
                 g, t = tile // 4, row + tile % 4 * 16
                 q = word(a, 0) + t * word(a, 1) + (head * group + g) * dim * 4
@@ -97,6 +105,9 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
                     offset = int32_at(pages, base // PAGE + j) * word(a, 9) + inner
                     convert_page(word(a, 7) + offset, word(a, 8) + offset, keys_at + j * q_tiles * TILE,
                                  values_at + j // 2 * v_tiles * TILE + j % 2 * 512)  # fmt: skip
+                    if refined and base + j == 0:
+                        rest = word(a, 7) + int32_at(pages, -1) * word(a, 9) + inner
+                        convert_first(word(a, 7) + offset, keys_at, rest)
                 for tile in range(4 * group):
                     first = position + tile % 4 * 16  # the tile's first query
                     seen = min(n_pages, (first + 16 - base + 31) // 32 * 2)
@@ -119,17 +130,31 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
     return attention
 
 
-def _convert_page(e: Emitter, dim: int, key: Value, value: Value, key_tiles: Value, value_tiles: Value) -> None:
-    """16 positions of a head: float16 -> their rows of the key tiles and of the value tiles."""
-    with e.loop(0, dim // 2) as pair:
-        source = e.add(key, e.mul(pair, 4 * PAGE))
-        both = bfloat_pairs(e, e.load_half(source), e.load_half(source, 2 * PAGE))
-        e.store(both, key_tiles, e.mul(pair, 64))
-    with e.loop(0, dim // 16) as d:
-        for pair in range(PAGE // 2):
-            source = e.add(value, e.mul(d, 32), 4 * pair * dim)
-            both = bfloat_pairs(e, e.load_half(source), e.load_half(source, 2 * dim))
-            e.store(both, value_tiles, e.add(e.mul(d, TILE), 64 * pair))
+def _convert_page(
+    e: Emitter,
+    kinds: tuple[CacheType, CacheType],
+    dim: int,
+    key: Value,
+    value: Value,
+    key_rows: Value,
+    value_rows: Value,
+) -> None:
+    """16 positions of a head -> their rows of the key tiles and of the value tiles."""
+    if kinds[0].is_packed:
+        key_tiles(e, kinds[0], dim, key, key_rows)
+    else:
+        with e.loop(0, dim // 2) as pair:
+            source = e.add(key, e.mul(pair, 4 * PAGE))
+            both = bfloat_pairs(e, e.load_half(source), e.load_half(source, 2 * PAGE))
+            e.store(both, key_rows, e.mul(pair, 64))
+    if kinds[1].is_packed:
+        value_tiles(e, kinds[1], dim, value, value_rows, TILE)
+    else:
+        with e.loop(0, dim // 16) as d:
+            for pair in range(PAGE // 2):
+                source = e.add(value, e.mul(d, 32), 4 * pair * dim)
+                both = bfloat_pairs(e, e.load_half(source), e.load_half(source, 2 * dim))
+                e.store(both, value_rows, e.add(e.mul(d, TILE), 64 * pair))
 
 
 def _start(e: Emitter, dim: int, q: Value, stride: Value, query: Value) -> None:
@@ -248,13 +273,13 @@ def _weigh(e: Emitter, v_tiles: int, weights: Value, values: Value, results: Val
             store_tile(e, c, e.at(e.add(results, at), c * TILE))
 
 
-def _finish(e: Emitter, dim: int, results: Value, out: Value) -> None:
-    """results / sums -> bf16 tiles of the output."""
+def _finish(e: Emitter, dim: int, rotated: bool, results: Value, out: Value) -> None:
+    """results / sums -> bf16 tiles of the output, turned back where values are rotated."""
     state = e.add(results, dim // 16 * TILE)
     with e.loop(0, 16) as row:
         inverse = e.b.fdiv(e.const(F32, 1.0), e.load(F32, state, e.add(e.mul(row, 4), 64)))
         scale = e.splat(inverse)
         line = e.mul(row, 64)
-        for d in range(dim // 16):
-            value = e.b.fmul(e.load(e.vf, results, e.add(line, d * TILE)), scale)
+        values = [e.b.fmul(e.load(e.vf, results, e.add(line, d * TILE)), scale) for d in range(dim // 16)]
+        for d, value in enumerate(hadamard(e, values) if rotated else values):
             e.store(to_bfloat(e, value), out, e.add(line, d // 2 * TILE + d % 2 * 32))

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.kernels.flash import Row, attend
-from edgert.backends.cpu.layouts import PAGE, partial_bytes, wide_attention_tokens
+from edgert.backends.cpu.kernels.hadamard import rotate_head
+from edgert.backends.cpu.layouts import CACHE_TYPES, partial_bytes, wide_attention_tokens
 from edgert.backends.cpu.simd import F32, Emitter, emitted, word
 
 ARGUMENTS = (
@@ -27,12 +28,16 @@ ARGUMENTS = (
 )
 
 
-def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int, int, int], None]:
+def build(
+    isa: Isa, n_head: str, n_head_kv: str, head_dim: str, type_k: str, type_v: str
+) -> Callable[[int, int, int], None]:
     """Units of work are (tokens, key-value head), dealt to the threads in turn: later ones see more keys."""
     heads, heads_kv, dim = int(n_head), int(n_head_kv), int(head_dim)
     group = heads // heads_kv
     together = wide_attention_tokens(isa.lanes, group)
     record = partial_bytes(dim)
+    kinds = CACHE_TYPES[type_k], CACHE_TYPES[type_v]
+    head_bytes = kinds[0].page_bytes(dim) + kinds[1].page_bytes(dim)
 
     def run(  # type: ignore[no-untyped-def]
         e: Emitter, q, q_stride, keys, values, stride, pages, position, window, scratch, out, out_stride
@@ -50,7 +55,7 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
                 result = e.add(scratch, (t * group + g) * record)
                 rows.append(Row(e.add(q, e.mul(q_stride, t), g * dim * 4), start, end, result))
         assert begin is not None
-        attend(e, dim, rows, keys, values, stride, pages, begin, e.add(position, together))
+        attend(e, dim, kinds, rows, keys, values, stride, pages, begin, e.add(position, together))
         for t in range(together):
             for g in range(group):
                 result = rows[t * group + g].out
@@ -59,6 +64,8 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
                 with e.loop(0, dim, e.lanes) as k:
                     at = e.mul(k, 4)
                     e.store(e.b.fmul(e.load(e.vf, result, at), scale), place, at)
+                if kinds[1].rotated:
+                    rotate_head(e, dim, place)
 
     attend_tile = emitted(isa, 11, run)
 
@@ -70,7 +77,7 @@ def build(isa: Isa, n_head: str, n_head_kv: str, head_dim: str) -> Callable[[int
         while unit < n_rows // together * heads_kv:  # a range could raise on a step of 0
             row = unit // heads_kv * together
             head = unit % heads_kv
-            inner = head * dim * PAGE * 4
+            inner = head * head_bytes
             attend_tile(
                 word(a, 0) + row * word(a, 1) + head * group * dim * 4,
                 word(a, 1),

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from llvmlite import ir
 from numba.core import cgutils
 
-from edgert.backends.cpu.layouts import PAGE
+from edgert.backends.cpu.kernels.packed import PackedKeys, PackedValues
+from edgert.backends.cpu.layouts import PAGE, CacheType
 from edgert.backends.cpu.simd import F32, I32, I64, Emitter, Value
 
 PAGES = 8  # pages between two updates of the running maximum
 STEP = PAGES * PAGE
-AHEAD = 3  # pages between the one in work and the one asked for: pages of one head are far apart
+AHEAD_BYTES = 12288  # between the page in work and the one asked for: pages of one head are far apart
 MASKED, NOTHING = -1e30, -1e20  # a masked score, and a maximum below all scores but above that
 
 
@@ -36,6 +37,7 @@ class Row:
 def attend(
     e: Emitter,
     dim: int,
+    kinds: tuple[CacheType, CacheType],
     rows: list[Row],
     keys: Value,
     values: Value,
@@ -46,14 +48,20 @@ def attend(
 ) -> None:
     """Runs the rows over positions [begin, end) of one sequence.
 
+    kinds:         how keys and values are held
     keys, values:  addresses of the head's part of page 0; a page's is `stride` bytes after the one before
     pages:         address of the sequence's int32 page numbers
     """
     n_rows, n_vectors = len(rows), PAGE // e.lanes
+    kind_k, kind_v = kinds
+    n_bytes = kind_k.page_bytes(dim), kind_v.page_bytes(dim)
+    ahead_by = min(PAGES, max(3, AHEAD_BYTES // sum(n_bytes)))
+    packed_keys = PackedKeys(e, kind_k, dim, [row.q for row in rows]) if kind_k.is_packed else None
+    packed_values = PackedValues(e, kind_v, dim, [row.out for row in rows], PAGES) if kind_v.is_packed else None
     scores = cgutils.alloca_once(e.b, F32, size=n_rows * STEP)
     scores_at = e.b.ptrtoint(scores, I64)
-    found = cgutils.alloca_once(e.b, I64, size=PAGES)  # addresses of the values of the pages at hand
-    found_at = e.b.ptrtoint(found, I64)
+    # addresses of the values of the pages at hand
+    pages_at = e.b.ptrtoint(cgutils.alloca_once(e.b, I64, size=PAGES), I64)
     maxima = [e.var(e.const(F32, NOTHING)) for _ in rows]
     sums = [e.var(e.zero(F32)) for _ in rows]
     for row in rows:
@@ -72,14 +80,17 @@ def attend(
         with e.loop(0, n_pages) as j:
             at = e.mul(e.add(page, j), 4)
             offset = e.mul(stride, e.b.sext(e.load(I32, pages, at), I64))
-            ahead = e.mul(stride, e.b.sext(e.load(I32, e.add(pages, at), 4 * AHEAD), I64))
-            for line in range(0, dim * PAGE * 2, 64):
-                e.prefetch(e.add(keys, ahead), line)
-                e.prefetch(e.add(values, ahead), line)
-            e.store(e.add(values, offset), found_at, e.mul(j, 8))
+            ahead = e.mul(stride, e.b.sext(e.load(I32, e.add(pages, at), 4 * ahead_by), I64))
+            for start, size in zip((keys, values), n_bytes, strict=True):
+                for line in range(0, size, 64):
+                    e.prefetch(e.add(start, ahead), line)
+            e.store(e.add(values, offset), pages_at, e.mul(j, 8))
             key = e.add(keys, offset)
             for v in range(n_vectors):
-                dots = _scores(e, dim, rows, e.add(key, 2 * v * e.lanes))
+                if packed_keys:
+                    dots = packed_keys.scores(e, key, v)
+                else:
+                    dots = _scores(e, dim, rows, e.add(key, 2 * v * e.lanes))
                 position = e.add(e.mul(e.add(page, j), PAGE), v * e.lanes)
                 places = e.b.add(e.splat(e.b.trunc(position, I32)), lane)
                 for r, dot in enumerate(dots):
@@ -87,10 +98,25 @@ def attend(
                     seen = e.b.and_(e.b.icmp_signed(">=", places, low), e.b.icmp_signed("<", places, high))
                     at = e.add(e.mul(j, PAGE * 4), (r * STEP + v * e.lanes) * 4)
                     e.store(e.b.select(seen, dot, masked), scores_at, at)
-        corrections = [
-            _softmax(e, e.add(scores_at, r * STEP * 4), e.mul(n_pages, PAGE), maxima[r], sums[r]) for r in range(n_rows)
+            if packed_keys and kind_k.refined:
+                with e.b.if_then(e.b.icmp_signed("==", e.add(page, j), e.i64(0))):
+                    rest = e.add(keys, e.mul(stride, e.b.sext(e.load(I32, pages, -4), I64)))
+                    for v in range(n_vectors):
+                        for r, dot in enumerate(packed_keys.scores(e, rest, v)):
+                            at = 4 * (r * STEP + v * e.lanes)
+                            e.store(e.b.fadd(e.load(e.vf, scores_at, at), dot), scores_at, at)
+        weights = [e.add(scores_at, r * STEP * 4) for r in range(n_rows)]
+        found = [
+            _softmax(e, weights[r], e.mul(n_pages, PAGE), maxima[r], sums[r], bool(packed_values))
+            for r in range(n_rows)
         ]
-        _add_values(e, dim, rows, scores_at, found_at, n_pages, corrections)
+        corrections = [correction for correction, _ in found]
+        if packed_values:
+            largest = [most for _, most in found]
+            seen = bounds[0][0], bounds[-1][1]  # rows stand in the order of their positions
+            packed_values.add(e, weights, largest, pages_at, n_pages, corrections, e.mul(page, PAGE), seen)
+        else:
+            _add_values(e, dim, rows, scores_at, pages_at, n_pages, corrections)
     for r, row in enumerate(rows):
         e.store(maxima[r].get(), row.out, dim * 4)
         e.store(sums[r].get(), row.out, dim * 4 + 4)
@@ -118,13 +144,16 @@ def _scores(e: Emitter, dim: int, rows: list[Row], key: Value) -> list[Value]:
     return results
 
 
-def _softmax(e: Emitter, scores: Value, count: Value, maximum, total) -> Value:  # type: ignore[no-untyped-def]
-    """Scores -> weights in place; returns what earlier sums are multiplied by."""
+def _softmax(  # type: ignore[no-untyped-def]
+    e: Emitter, scores: Value, count: Value, maximum, total, want_largest: bool
+) -> tuple[Value, Value | None]:
+    """Scores -> weights in place; returns what earlier sums are multiplied by, and the largest weight if wanted."""
     largest = e.var(e.const(e.vf, NOTHING))
     with e.loop(0, count, e.lanes) as k:
         largest.set(e.maximum(largest.get(), e.load(e.vf, scores, e.mul(k, 4))))
     before = maximum.get()
-    after = e.maximum(before, e.reduce(largest.get(), e.maximum))
+    most = e.reduce(largest.get(), e.maximum)
+    after = e.maximum(before, most)
     maximum.set(after)
     part = e.var(e.zero(e.vf))
     with e.loop(0, count, e.lanes) as k:
@@ -132,9 +161,14 @@ def _softmax(e: Emitter, scores: Value, count: Value, maximum, total) -> Value: 
         weight = e.exp(e.b.fsub(e.load(e.vf, scores, at), e.splat(after)))
         part.set(e.b.fadd(part.get(), weight))
         e.store(weight, scores, at)
-    correction = e.b.extract_element(e.exp(e.splat(e.b.fsub(before, after))), ir.Constant(I32, 0))
+    correction = _exp(e, e.b.fsub(before, after))
     total.set(e.b.fadd(e.b.fmul(total.get(), correction), e.sum(part.get())))
-    return correction
+    return correction, _exp(e, e.b.fsub(most, after)) if want_largest else None
+
+
+def _exp(e: Emitter, x: Value) -> Value:
+    """Of a scalar."""
+    return e.b.extract_element(e.exp(e.splat(x)), ir.Constant(I32, 0))
 
 
 def _add_values(

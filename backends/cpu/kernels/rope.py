@@ -1,8 +1,7 @@
 """From the q, k, v product to the attention's inputs: bias, norm of each head, rotation, and the write to the cache.
 
-The cache of a layer is paged: a page holds PAGE positions of one sequence, for each key-value head
-    keys    float16 (head_dim, PAGE): positions side by side, a vector scores them together
-    values  float16 (PAGE, head_dim), right behind the keys, so that a head's part is read in one go
+Where keys of the cache are rotated by `hadamard.py` so are the queries, which leaves their products as they are;
+rotated values come out of the attention rotated, and what reads its results turns them back.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from edgert.backends.cpu.isa import Isa
-from edgert.backends.cpu.layouts import PAGE
-from edgert.backends.cpu.simd import F32, I32, Emitter, Value, emitted, int32_at, word
+from edgert.backends.cpu.kernels.cache_write import write
+from edgert.backends.cpu.kernels.hadamard import rotate_head
+from edgert.backends.cpu.layouts import CACHE_TYPES, PAGE
+from edgert.backends.cpu.simd import F32, Emitter, Value, emitted, int32_at, word
 
 ARGUMENTS = (
     "qkv",  # float32 (n_tokens, stride / 4): heads of q, then k, then v; q is rotated in place
@@ -33,11 +34,12 @@ ARGUMENTS = (
     "k_norm",
     "eps",  # float32 bits
     "scale",  # float32 bits: what q is multiplied by
+    "means",  # float32 (n_head_kv, head_dim) that refined keys are held less of
 )
 
 
 def build(
-    isa: Isa, n_head: str, n_head_kv: str, head_dim: str, n_rot: str, style: str
+    isa: Isa, n_head: str, n_head_kv: str, head_dim: str, n_rot: str, style: str, type_k: str, type_v: str
 ) -> Callable[[int, int, int], None]:
     """A kernel for one shape of heads; units of work are (token, head)."""
     heads, heads_kv, dim, rotated = int(n_head), int(n_head_kv), int(head_dim), int(n_rot)
@@ -45,7 +47,13 @@ def build(
     norm = emitted(isa, 3, lambda e, x, weight, a: _norm(e, dim, x, weight, a))
     rotate = emitted(isa, 2, lambda e, x, angles: _rotate(e, rotated, style, x, angles))
     scale = emitted(isa, 2, lambda e, x, a: _scale(e, dim, x, a))
-    write = emitted(isa, 3, lambda e, x, out, stride: _write_halves(e, dim, x, out, stride))
+    kind_k, kind_v = CACHE_TYPES[type_k], CACHE_TYPES[type_v]
+    spread = emitted(isa, 1, lambda e, x: rotate_head(e, dim, x))
+    write_key = emitted(isa, 3, lambda e, *a: write(e, kind_k, "k", dim, *a))
+    write_value = emitted(isa, 3, lambda e, *a: write(e, kind_v, "v", dim, *a))
+    subtract = emitted(isa, 2, lambda e, x, mean: _subtract(e, dim, x, mean))
+    spread_keys, spread_values, refined = kind_k.rotated, kind_v.rotated, kind_k.refined
+    head_bytes = kind_k.page_bytes(dim) + kind_v.page_bytes(dim)
     per_token = heads + 2 * heads_kv
 
     def rope(thread, n_threads, a):
@@ -61,18 +69,27 @@ def build(
                 if weight:
                     norm(x, weight, a)
                 rotate(x, word(a, 10) + token * rotated * 4)
+                if spread_keys:
+                    spread(x)
             if head < heads:
                 scale(x, a)
                 continue
             position = word(word(a, 3), token)
-            page = int32_at(word(a, 5), word(word(a, 4), token) * word(a, 6) + position // PAGE)
+            row = word(word(a, 4), token) * word(a, 6)
+            page = int32_at(word(a, 5), row + position // PAGE)
             place = position % PAGE
             if head < heads + heads_kv:
-                inner = (head - heads) * 2 * dim * PAGE + place
-                write(x, word(a, 7) + page * word(a, 9) + inner * 2, PAGE * 2)
+                inner = (head - heads) * head_bytes
+                if refined:
+                    subtract(x, word(a, 16) + (head - heads) * dim * 4)
+                write_key(x, word(a, 7) + page * word(a, 9) + inner, place)
+                if refined and position < PAGE:
+                    write_key(x, word(a, 7) + int32_at(word(a, 5), row - 1) * word(a, 9) + inner, place)
             else:
-                inner = ((head - heads - heads_kv) * 2 * PAGE + place) * dim
-                write(x, word(a, 8) + page * word(a, 9) + inner * 2, 2)
+                if spread_values:
+                    spread(x)
+                inner = (head - heads - heads_kv) * head_bytes
+                write_value(x, word(a, 8) + page * word(a, 9) + inner, place)
 
     return rope
 
@@ -136,11 +153,6 @@ def _scale(e: Emitter, dim: int, x: Value, arguments: Value) -> None:
         e.store(e.b.fmul(e.load(vector, x, at), factor), x, at)
 
 
-def _write_halves(e: Emitter, dim: int, x: Value, out: Value, stride: Value) -> None:
-    """dim float32 -> float16, `stride` bytes apart."""
-    vector = _vector(e, dim)
-    with e.loop(0, dim, vector.count) as k:
-        halves = e.to_half(e.load(vector, x, e.mul(k, 4)))
-        for i in range(vector.count):
-            value = e.b.extract_element(halves, ir.Constant(I32, i))
-            e.store(value, out, e.b.mul(e.add(k, i), stride))
+def _subtract(e: Emitter, dim: int, x: Value, mean: Value) -> None:
+    for k in range(0, 4 * dim, 4 * e.lanes):
+        e.store(e.b.fsub(e.load(e.vf, x, k), e.load(e.vf, mean, k)), x, k)

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from edgert.backends.cpu.isa import Isa
-from edgert.backends.cpu.layouts import BLOCK, CHUNK, WORDS_BYTES, partial_bytes
+from edgert.backends.cpu.kernels.hadamard import rotate_head
+from edgert.backends.cpu.layouts import BLOCK, CACHE_TYPES, CHUNK, WORDS_BYTES, partial_bytes
 from edgert.backends.cpu.simd import F32, I8, I32, Emitter, Value, emitted, to_bfloat, word
 
 ARGUMENTS = (
@@ -39,7 +40,9 @@ ARGUMENTS = (
 )
 
 
-def build(isa: Isa, source: str, form: str, n_head: str = "0", head_dim: str = "0") -> Callable[[int, int, int], None]:
+def build(
+    isa: Isa, source: str, form: str, n_head: str = "0", head_dim: str = "0", type_v: str = "f16"
+) -> Callable[[int, int, int], None]:
     """A kernel over rows.
 
     source:  "plain"; "norm" (rms norm); "post" (source += rms norm of the post rows, then norm); "silu" and "gelu"
@@ -50,7 +53,8 @@ def build(isa: Isa, source: str, form: str, n_head: str = "0", head_dim: str = "
     add_post = emitted(isa, 5, _add_post)
     dim, heads = int(head_dim), int(n_head)
     record = partial_bytes(dim)
-    merge = emitted(isa, 4, lambda e, parts, first, last, out: _merge(e, dim, parts, first, last, out))
+    rotated = CACHE_TYPES[type_v].rotated
+    merge = emitted(isa, 4, lambda e, *a: _merge(e, dim, rotated, *a))
 
     # Booleans, since Numba would compare strings while running.
     posts, merges, gates, converts = source == "post", source == "merge", source in ("silu", "gelu"), form != "none"
@@ -110,8 +114,8 @@ def _add_post(e: Emitter, x: Value, post: Value, weight: Value, n_cols: Value, a
         e.store(e.b.fadd(e.load(e.vf, x, at), value), x, at)
 
 
-def _merge(e: Emitter, dim: int, parts: Value, first: Value, last: Value, out: Value) -> None:
-    """Joins the chunks [first, last) of one head: each weighs e**(its maximum - the largest)."""
+def _merge(e: Emitter, dim: int, rotated: bool, parts: Value, first: Value, last: Value, out: Value) -> None:
+    """Joins the chunks [first, last) of one head, each weighing e**(its maximum - the largest); turns them back."""
     record = partial_bytes(dim)
     most = e.var(e.load(F32, parts, e.add(e.mul(first, record), dim * 4)))
     with e.loop(first, last) as c:
@@ -131,6 +135,8 @@ def _merge(e: Emitter, dim: int, parts: Value, first: Value, last: Value, out: V
     with e.loop(0, dim, e.lanes) as k:
         at = e.mul(k, 4)
         e.store(e.b.fmul(e.load(e.vf, out, at), scale), out, at)
+    if rotated:
+        rotate_head(e, dim, out)
 
 
 def _converter(source: str, form: str) -> Callable[..., None]:

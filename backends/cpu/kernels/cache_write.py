@@ -1,0 +1,106 @@
+"""One position's keys and values of a head: float32 -> their places in a page.
+
+A page holds PAGE positions of one sequence, for each key-value head first the keys, then the values, so that a
+head's part is read in one go. Keys are read by vectors of positions side by side, values by vectors of dimensions:
+
+    f16     keys float16 (head_dim, PAGE); values float16 (PAGE, head_dim)
+    q8_0    keys uint8 (head_dim / 4, PAGE, 4), values uint8 (PAGE / 4, head_dim, 4): as dot products take them
+    q4_0    the same with two codes a byte: of each 32 dimensions the first 16 in the low nibbles, then
+            keys (head_dim / 32, 4, PAGE, 4), values (PAGE / 4, head_dim / 32, 16, 4)
+    packed types end with float16 scales (head_dim / 32, PAGE)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from edgert.backends.cpu.layouts import BLOCK, PAGE, CacheType
+from edgert.backends.cpu.simd import F32, I8, I32, I64, Emitter, Value
+
+
+def write(e: Emitter, kind: CacheType, side: str, dim: int, x: Value, page: Value, place: Value) -> None:
+    """Stores float32 (dim) as position `place` of a page's keys or values (side "k" or "v").
+
+    With refined types, x becomes what rounding left of it.
+    """
+    if kind.is_packed:
+        _write_packed(e, kind, side, dim, x, page, place)
+        return
+    stride = 2 * PAGE if side == "k" else 2
+    out = e.add(page, e.mul(place, 2 if side == "k" else 2 * dim))
+    vector = ir.VectorType(F32, math.gcd(e.lanes, dim))
+    with e.loop(0, dim, vector.count) as k:
+        halves = e.to_half(e.load(vector, x, e.mul(k, 4)))
+        for i in range(vector.count):
+            value = e.b.extract_element(halves, ir.Constant(I32, i))
+            e.store(value, out, e.mul(e.add(k, i), stride))
+
+
+def _write_packed(e: Emitter, kind: CacheType, side: str, dim: int, x: Value, page: Value, place: Value) -> None:
+    codes = e.b.ptrtoint(cgutils.alloca_once(e.b, I8, size=BLOCK), I64)
+    n_bytes = BLOCK * kind.bits // 8
+    with e.loop(0, dim // BLOCK) as block:
+        at = e.mul(block, 4 * BLOCK)
+        values = [e.load(e.vf, x, e.add(at, 4 * i)) for i in range(0, BLOCK, e.lanes)]
+        scale, integers = quantize(e, kind, values)
+        for i, vector in enumerate(integers):
+            e.store(e.b.trunc(vector, ir.VectorType(I8, e.lanes)), codes, i * e.lanes)
+        if kind.refined:
+            unit = e.splat(e.b.fneg(e.b.extract_element(e.from_half(e.splat(scale, 8)), ir.Constant(I32, 0))))
+            for i, (value, vector) in enumerate(zip(values, integers, strict=True)):
+                code = e.to_float(e.b.sub(vector, e.const(e.vi, kind.offset)))
+                e.store(e.fma(code, unit, value), x, e.add(at, 4 * i * e.lanes))
+        if kind.bits == 4:
+            half = ir.VectorType(I8, 16)
+            high = e.b.shl(e.load(half, codes, 16), e.const(half, 4))
+            e.store(e.b.or_(e.load(half, codes), high), codes)
+        if side == "k":
+            out = e.add(page, e.mul(block, n_bytes * PAGE), e.mul(place, 4))
+            for quad in range(n_bytes // 4):
+                e.store(e.load(I32, codes, 4 * quad), out, quad * 4 * PAGE)
+        else:
+            row = e.mul(e.b.lshr(place, e.i64(2)), dim * kind.bits // 2)
+            out = e.add(page, row, e.mul(block, 4 * n_bytes), e.b.and_(place, e.i64(3)))
+            with e.loop(0, n_bytes) as i:
+                e.store(e.load(I8, codes, i), out, e.mul(i, 4))
+        scales = e.add(page, dim * PAGE * kind.bits // 8, e.mul(place, 2))
+        e.store(scale, scales, e.mul(block, 2 * PAGE))
+
+
+def quantize(e: Emitter, kind: CacheType, values: list[Value]) -> tuple[Value, list[Value]]:
+    """A block of float32 vectors -> the int16 bits of its float16 scale, and its codes as int32 vectors.
+
+    Of 8 bits the largest magnitude becomes 127; of 4 bits it becomes -8, with a scale of its opposite sign.
+    """
+    most = e.reduce(_fold(values, e.maximum), e.maximum)
+    least = e.reduce(_fold(values, e.minimum), e.minimum)
+    positive = e.b.fcmp_ordered(">", most, e.b.fneg(least))
+    if kind.bits == 8:
+        scale = e.b.fmul(e.b.select(positive, most, e.b.fneg(least)), e.const(F32, 1 / 127))
+    else:
+        scale = e.b.fmul(e.b.select(positive, most, least), e.const(F32, -1 / 8))
+    half = e.to_half(e.splat(scale, 8))
+    factor = e.splat(inverse(e, e.b.extract_element(e.from_half(half), ir.Constant(I32, 0))))
+    low, high = (e.const(e.vi, bound) for bound in ((-127, 127) if kind.bits == 8 else (-8, 7)))
+    integers = []
+    for value in values:
+        code = e.round(e.b.fmul(value, factor))
+        code = e.b.select(e.b.icmp_signed("<", code, low), low, code)
+        code = e.b.select(e.b.icmp_signed(">", code, high), high, code)
+        integers.append(e.b.add(code, e.const(e.vi, kind.offset)))
+    return e.b.extract_element(half, ir.Constant(I32, 0)), integers
+
+
+def _fold(vectors: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
+    return functools.reduce(combine, vectors)
+
+
+def inverse(e: Emitter, scale: Value) -> Value:
+    """1 / scale, or 0 where nothing is to be divided."""
+    some = e.b.fcmp_ordered("!=", scale, e.const(F32, 0.0))
+    return e.b.select(some, e.b.fdiv(e.const(F32, 1.0), scale), e.const(F32, 0.0))
