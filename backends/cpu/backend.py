@@ -324,7 +324,7 @@ class CpuBackend(Backend):
         length = facts.get("length")
         if length != n_tokens or not 0 < n_tokens <= self.n_ctx:
             raise SessionError(
-                f"The session has {n_tokens} tokens, and the context {self.n_ctx}: load it with a larger."
+                f"The session has {n_tokens} tokens, and the context holds {self.n_ctx}: load the model with a larger."
             )
         try:
             sound = self._cache.matches(facts["pools"], n_tokens, n_bytes)
