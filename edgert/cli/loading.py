@@ -157,6 +157,7 @@ def load(flags: dict[str, Any]) -> Model:
     path = model_path(flags.pop("model"))
     names = {"model_draft": "draft", "spec_type": "spec"} | {f"spec_{x}": f"spec_{x}" for x in ("max", "min", "p_min")}
     speculation = {field: value for name, field in names.items() if (value := flags.pop(name)) is not None}
+    types = {name: kind for name in ("cache_type_k", "cache_type_v") if (kind := flags.pop(name)) is not None}
     context = {} if (n_ctx := flags.pop("ctx_size")) is None else {"n_ctx": n_ctx}
     with ProgressLine() as line, notices(line):
         line.show(f"loading {path.name}")
@@ -166,8 +167,7 @@ def load(flags: dict[str, Any]) -> Model:
             **speculation,
             n_threads=flags.pop("threads"),
             backend=flags.pop("backend"),
-            cache_type_k=flags.pop("cache_type_k"),
-            cache_type_v=flags.pop("cache_type_v"),
+            **types,
             chat_template=template_text(flags.pop("chat_template")),
             progress=compiling(line),
         )
