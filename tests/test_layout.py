@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -47,6 +48,13 @@ def imports(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_the_base_install_brings_nothing_that_is_not_used():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {re.split(r"[^\w]", requirement)[0].replace("-", "_") for requirement in project["dependencies"]}
+    used = {name.partition(".")[0] for path in sources() for name in imports(path)}
+    assert wanted - used == set()
 
 
 def test_packages_of_the_wheel_are_those_on_disk():
