@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import re
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-Runner = Callable[[str], str]
+import edgert
+
+Runner = Callable[..., str]
 SAMPLES = Path(__file__).resolve().parent.parent / "samples"
 
 
 @pytest.fixture
 def run(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runner:
-    def runner(name: str) -> str:
-        monkeypatch.setattr(sys, "argv", [name, str(smollm2_path)])
+    def runner(name: str, arguments: Sequence[str] = ()) -> str:
+        monkeypatch.setattr(sys, "argv", [*arguments] or [name, str(smollm2_path)])
         runpy.run_path(str(SAMPLES / name), run_name="__main__")
         return capsys.readouterr().out
 
@@ -51,7 +54,24 @@ def test_choose(run: Runner) -> None:
     assert len(scores) == 3
 
 
+@pytest.mark.slow
+def test_distill_draft(run: Runner, smollm2_path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "draft.gguf"
+    draw = random.Random(0)
+    rows.write_text("".join(f"{[draw.randrange(100, 110) for _ in range(40)]}\n" for _ in range(30)))
+    arguments = ["distill_draft.py", str(smollm2_path), "--out", str(out), "--rows", str(rows)]
+    arguments += ["--minutes", "0.1", "--device", "cpu"]
+    output = run("distill_draft.py", arguments)
+    losses = [float(value) for value in re.findall(r"KL ([\d.]+)", output)]
+    assert losses and losses[0] < 20
+    assert len(re.findall(r"guesses of [468]: \d+\.\d\d accepted", output)) == 3
+    assert len(rows.read_text().splitlines()) > 30
+    with edgert.load(smollm2_path, draft=out, spec="draft", spec_min=2, spec_max=2, n_ctx=256) as model:
+        assert model.generate("Hello", max_tokens=8, temperature=0).stats.draft_n > 0
+
+
 def test_every_sample_has_its_test() -> None:
-    tested = set(re.findall(r'run\("(\w+\.py)"\)', Path(__file__).read_text()))
+    tested = set(re.findall(r'run\("(\w+\.py)"[,)]', Path(__file__).read_text()))
     own = {path.name for path in SAMPLES.glob("*.py")}
     assert own == tested
