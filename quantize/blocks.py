@@ -23,7 +23,7 @@ def _half(block: Bytes, offset: int) -> Floats:
     return np.ascontiguousarray(block[:, offset : offset + 2]).view("<f2").astype(np.float32)
 
 
-def _planes(packed: Bytes, bits: int) -> Bytes:
+def planes(packed: Bytes, bits: int) -> Bytes:
     """uint8 (..., m) -> (..., 8 / bits, m): the fields of each byte, lowest bits first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return packed[..., None, :] >> shifts & np.uint8(2**bits - 1)
@@ -47,22 +47,22 @@ def bf16(block: Bytes) -> Floats:
 
 
 def q4_0(block: Bytes) -> Floats:
-    q = _planes(block[:, 2:], 4).reshape(-1, 32).astype(np.int8) - np.int8(8)
+    q = planes(block[:, 2:], 4).reshape(-1, 32).astype(np.int8) - np.int8(8)
     return _half(block, 0) * q.astype(np.float32)
 
 
 def q4_1(block: Bytes) -> Floats:
-    q = _planes(block[:, 4:], 4).reshape(-1, 32)
+    q = planes(block[:, 4:], 4).reshape(-1, 32)
     return _half(block, 0) * q.astype(np.float32) + _half(block, 2)
 
 
 def q5_0(block: Bytes) -> Floats:
-    q = _planes(block[:, 6:], 4).reshape(-1, 32) | _bits32(block[:, 2:6]) << 4
+    q = planes(block[:, 6:], 4).reshape(-1, 32) | _bits32(block[:, 2:6]) << 4
     return _half(block, 0) * (q.astype(np.int8) - np.int8(16)).astype(np.float32)
 
 
 def q5_1(block: Bytes) -> Floats:
-    q = _planes(block[:, 8:], 4).reshape(-1, 32) | _bits32(block[:, 4:8]) << 4
+    q = planes(block[:, 8:], 4).reshape(-1, 32) | _bits32(block[:, 4:8]) << 4
     return _half(block, 0) * q.astype(np.float32) + _half(block, 2)
 
 
@@ -74,16 +74,16 @@ def q2_k(block: Bytes) -> Floats:
     scales = block[:, :16]
     d = _half(block, 80) * (scales & 15).astype(np.float32)  # (n, 16)
     m = _half(block, 82) * (scales >> 4).astype(np.float32)  # (n, 16)
-    q = _planes(block[:, 16:80].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
+    q = planes(block[:, 16:80].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
     return (d[:, :, None] * q.astype(np.float32) - m[:, :, None]).reshape(-1, 256)
 
 
 def q3_k(block: Bytes) -> Floats:
-    high = _planes(block[:, :32], 1)  # (n, 8, 32)
-    low = _planes(block[:, 32:96].reshape(-1, 2, 32), 2).reshape(-1, 8, 32)
+    high = planes(block[:, :32], 1)  # (n, 8, 32)
+    low = planes(block[:, 32:96].reshape(-1, 2, 32), 2).reshape(-1, 8, 32)
     q = (low | high << 2).astype(np.int8) - np.int8(4)
-    scale_low = _planes(block[:, 96:104], 4).reshape(-1, 16)
-    scale_high = _planes(block[:, 104:108], 2).reshape(-1, 16)
+    scale_low = planes(block[:, 96:104], 4).reshape(-1, 16)
+    scale_high = planes(block[:, 104:108], 2).reshape(-1, 16)
     scales = (scale_low | scale_high << 4).astype(np.int8) - np.int8(32)
     d = _half(block, 108) * scales.astype(np.float32)  # (n, 16)
     return (d[:, :, None] * q.reshape(-1, 16, 16).astype(np.float32)).reshape(-1, 256)
@@ -106,31 +106,31 @@ def _k4(block: Bytes, q: Bytes) -> Floats:
 
 
 def q4_k(block: Bytes) -> Floats:
-    return _k4(block, _planes(block[:, 16:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32))
+    return _k4(block, planes(block[:, 16:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32))
 
 
 def q5_k(block: Bytes) -> Floats:
-    low = _planes(block[:, 48:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
-    return _k4(block, low | _planes(block[:, 16:48], 1) << np.uint8(4))
+    low = planes(block[:, 48:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
+    return _k4(block, low | planes(block[:, 16:48], 1) << np.uint8(4))
 
 
 def q6_k(block: Bytes) -> Floats:
-    low = _planes(block[:, :128].reshape(-1, 2, 64), 4).reshape(-1, 8, 32)
-    high = _planes(block[:, 128:192].reshape(-1, 2, 32), 2).reshape(-1, 8, 32)
+    low = planes(block[:, :128].reshape(-1, 2, 64), 4).reshape(-1, 8, 32)
+    high = planes(block[:, 128:192].reshape(-1, 2, 32), 2).reshape(-1, 8, 32)
     q = (low | high << 4).astype(np.int8) - np.int8(32)
     d = _half(block, 208) * block[:, 192:208].view(np.int8).astype(np.float32)  # (n, 16)
     return (d[:, :, None] * q.reshape(-1, 16, 16).astype(np.float32)).reshape(-1, 256)
 
 
 def iq4_nl(block: Bytes) -> Floats:
-    q = IQ4_LEVELS[_planes(block[:, 2:], 4).reshape(-1, 32)]
+    q = IQ4_LEVELS[planes(block[:, 2:], 4).reshape(-1, 32)]
     return _half(block, 0) * q.astype(np.float32)
 
 
 def iq4_xs(block: Bytes) -> Floats:
-    scale_low = _planes(block[:, 4:8, None], 4).reshape(-1, 8)
-    scale_high = _planes(block[:, 2:4, None], 2).reshape(-1, 8)
+    scale_low = planes(block[:, 4:8, None], 4).reshape(-1, 8)
+    scale_high = planes(block[:, 2:4, None], 2).reshape(-1, 8)
     scales = (scale_low | scale_high << 4).astype(np.int8) - np.int8(32)
     d = _half(block, 0) * scales.astype(np.float32)  # (n, 8)
-    q = IQ4_LEVELS[_planes(block[:, 8:].reshape(-1, 8, 16), 4).reshape(-1, 8, 32)]
+    q = IQ4_LEVELS[planes(block[:, 8:].reshape(-1, 8, 16), 4).reshape(-1, 8, 32)]
     return (d[:, :, None] * q.astype(np.float32)).reshape(-1, 256)

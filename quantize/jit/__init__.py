@@ -26,7 +26,7 @@ _IMPORT = re.compile(r"^\s*from (edgert\.quantize[\w.]*) import (\([^)]*\)|[^\n(
 
 @functools.cache
 def _sources(module: str) -> str:
-    """A hash of a module's source and of all that it imports from this package."""
+    """A hash of a module's source and of all that it imports from this package; empty where they are not at hand."""
     found: dict[str, bytes] = {}
     left = [module]
     while left:
@@ -37,6 +37,8 @@ def _sources(module: str) -> str:
         found[name] = Path(path).read_bytes() if path and Path(path).is_file() else b""
         for package, names in _IMPORT.findall(found[name].decode()):
             left += [package, *(f"{package}.{part}" for part in re.findall(r"\w+", names))]
+    if not found[module]:  # a frozen application
+        return ""
     return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()[:16]
 
 
@@ -100,7 +102,8 @@ def jit(name: str = "") -> Callable[[Callable[..., Any]], Any]:
         if name:
             function.__qualname__ = function.__name__ = name
         kernel = numba.njit(nogil=True, error_model="numpy")(function)
-        kernel._cache = _Cache(function)
+        if _sources(function.__module__):  # else old code could meet new sources
+            kernel._cache = _Cache(function)
         return kernel
 
     return decorate

@@ -1,4 +1,4 @@
-"""Blocks in rows for whoever chooses codes and scales himself, such as error feedback: fit, code, pack, unpack.
+"""Blocks in rows for whoever chooses codes or scales himself: fit, store, pack, unpack.
 
 Arrays of n blocks, here and in all functions:
 codes:   int8 (n, block_size)
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.quantize.blocks import k4_scales
+from edgert.quantize.blocks import k4_scales, planes
 from edgert.quantize.jit import inline, jit
 from edgert.quantize.jit.lanes import store, vf
 from edgert.quantize.rounding import packing, search
@@ -126,46 +126,6 @@ def packer(name: str) -> Any:
     return kernel
 
 
-@functools.cache
-def coder(name: str) -> Any:
-    """The inlined function code(value, scale, minimum) -> (code, number) for one element.
-
-    scale, minimum: d ls and m lm, float32; number is what the code gives back. A scale of zero gives the code 0 or low.
-    """
-    grid = GRIDS[name]
-    low, high, levels = grid.low, grid.high, grid.levels
-
-    if grid.levelled:
-        middles = ((levels[1:] + levels[:-1]) / 2).astype(np.float32)
-
-        @inline
-        def code(value, scale, minimum):
-            found = 0
-            if scale != np.float32(0):
-                ratio = value / scale
-                for k in range(15):
-                    found += ratio >= middles[k]
-            return found, scale * levels[found]
-
-    else:
-
-        @inline
-        def code(value, scale, minimum):
-            found = low if low > 0 else 0
-            if scale != np.float32(0):
-                ratio = (value + minimum) / scale
-                found = int(np.rint(min(max(ratio, np.float32(low)), np.float32(high))))
-            return found, scale * np.float32(found) - minimum
-
-    return code
-
-
-def _planes(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """uint8 (..., m) -> (..., 8 / bits, m): the fields of each byte, lowest bits first."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    return packed[..., None, :] >> shifts & np.uint8(2**bits - 1)
-
-
 Blocks = tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32], NDArray[np.int32]]
 
 
@@ -178,10 +138,10 @@ def unpack(name: str, data: NDArray[np.uint8]) -> Blocks:
         return np.ascontiguousarray(data[:, offset : offset + 2]).view("<f2")[:, 0].astype(np.float32)
 
     def nibbles(start: int, stop: int, run: int) -> NDArray[np.uint8]:
-        return _planes(data[:, start:stop].reshape(n, -1, run), 4).reshape(n, -1)
+        return planes(data[:, start:stop].reshape(n, -1, run), 4).reshape(n, -1)
 
     def pairs(start: int) -> NDArray[np.uint8]:
-        return _planes(data[:, start : start + 64].reshape(n, 2, 32), 2).reshape(n, 256)
+        return planes(data[:, start : start + 64].reshape(n, 2, 32), 2).reshape(n, 256)
 
     def fifth(offset: int) -> NDArray[np.uint8]:
         return np.unpackbits(data[:, offset : offset + 4], axis=1, bitorder="little") << np.uint8(4)
@@ -205,14 +165,14 @@ def unpack(name: str, data: NDArray[np.uint8]) -> Blocks:
         case "Q2_K":
             codes, d, m, ls, lm = pairs(16), half(80), half(82), data[:, :16] & 15, data[:, :16] >> 4
         case "Q3_K":
-            high = _planes(data[:, :32], 1).reshape(n, 256)
-            low, top = _planes(data[:, 96:104], 4).reshape(n, 16), _planes(data[:, 104:108], 2).reshape(n, 16)
+            high = planes(data[:, :32], 1).reshape(n, 256)
+            low, top = planes(data[:, 96:104], 4).reshape(n, 16), planes(data[:, 104:108], 2).reshape(n, 16)
             codes, d, m, ls, lm = pairs(32) | high << 2, half(108), none, (low | top << 4).astype(np.int32) - 32, zeros
         case "Q4_K" | "Q5_K":
             scales, minimums = k4_scales(data[:, 4:16])
             codes = nibbles(data.shape[1] - 128, data.shape[1], 32)
             if name == "Q5_K":
-                codes = codes | _planes(data[:, 16:48], 1).reshape(n, 256) << np.uint8(4)
+                codes = codes | planes(data[:, 16:48], 1).reshape(n, 256) << np.uint8(4)
             d, m, ls, lm = half(0), half(2), scales, minimums
         case "Q6_K":
             codes = nibbles(0, 128, 64) | pairs(128) << np.uint8(4)
@@ -220,7 +180,7 @@ def unpack(name: str, data: NDArray[np.uint8]) -> Blocks:
         case "IQ4_NL":
             codes, d, m, ls, lm = nibbles(2, 18, 16), half(0), none, ones, ones
         case "IQ4_XS":
-            low, top = _planes(data[:, 4:8, None], 4).reshape(n, 8), _planes(data[:, 2:4, None], 2).reshape(n, 8)
+            low, top = planes(data[:, 4:8, None], 4).reshape(n, 8), planes(data[:, 2:4, None], 2).reshape(n, 8)
             codes, d, m, ls, lm = nibbles(8, 136, 16), half(0), none, (low | top << 4).astype(np.int32) - 32, zeros
     return (codes.astype(np.int16) + min(GRIDS[name].low, 0)).astype(np.int8), d, m, ls.astype(np.int32), lm.astype(
         np.int32)  # fmt: skip
