@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from edgert.errors import DoesNotFitError
 from edgert.quantize import mixes
-from edgert.quantize.allocation import Candidate, Pins, allocate, candidates, offered, padded_bytes
+from edgert.quantize.allocation import Pins, allocate, candidates, offered, padded_bytes
 from edgert.quantize.convert import fits_f16
 from edgert.quantize.formats import FORMATS, Format
 from edgert.quantize.gguf_value import Value
@@ -86,12 +86,12 @@ class Planner:
         """Everything as it is."""
         return self._plan({name: as_it_is(self._source.tensors[name]) for name in self.open})
 
-    def allocated(self, budget: Budget, n_header: int, loss: Loss) -> Plan:
-        """The types whose losses add up to the least within a budget of bits or bytes.
+    def room(self, budget: Budget, n_header: int) -> int:
+        """The bytes that a budget leaves the tensors that are open.
 
         n_header:  bytes of the file that are not tensors
 
-        Raises: DoesNotFitError for a budget that cannot be kept.
+        Raises: DoesNotFitError when even the smallest types take more.
         """
         if budget.bpw is not None:
             n_bytes = int(budget.bpw * sum(math.prod(tensor.shape) for tensor in self._source.tensors.values()) / 8)
@@ -100,15 +100,29 @@ class Planner:
         n_bytes -= sum(
             padded_bytes(name, self._source.tensors[name].shape, format) for name, format in self._fixed.items()
         )
-        try:
-            chosen = allocate({name: self._candidates(name, loss) for name in self.open}, n_bytes)
-        except DoesNotFitError as error:
-            raise DoesNotFitError(f"{self._source.path} cannot be made so small. {error}") from error
+        least = sum(
+            min(padded_bytes(name, self.shapes[name], format) for format in self.offered(name)) for name in self.open
+        )
+        if least > n_bytes:
+            raise DoesNotFitError(
+                f"{self._source.path} cannot be made so small: in the smallest types its matrices take {least:,} "
+                f"bytes, and the budget leaves them {max(n_bytes, 0):,}. Give {least - n_bytes:,} bytes more, or name a mix "
+                "of smaller types (--type)."
+            )
+        return n_bytes
+
+    def allocated(self, room: int, loss: Loss) -> Plan:
+        """The types whose losses add up to the least within so many bytes."""
+        options = {
+            name: candidates(name, self.shapes[name], {format: loss(name, format) for format in self.offered(name)})
+            for name in self.open
+        }
+        chosen = allocate(options, room)
         return self._plan(chosen.types, chosen.loss)
 
-    def _candidates(self, name: str, loss: Loss) -> list[Candidate]:
-        formats = [*offered(self.shapes[name]), as_it_is(self._source.tensors[name])]
-        return candidates(name, self.shapes[name], {format: loss(name, format) for format in formats})
+    def offered(self, name: str) -> list[Format]:
+        """The types that a matrix may take, its own float one included."""
+        return [*offered(self.shapes[name]), as_it_is(self._source.tensors[name])]
 
     def _possible(self, name: str, meant: Format, used: Format) -> Format:
         """The type to be used, with a note where it is not the one that was meant."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from edgert.errors import RequestError
 from edgert.quantize import calibration, comparison, encoding, sensitivity
-from edgert.quantize.allocation import Pins, offered
+from edgert.quantize.allocation import Pins
 from edgert.quantize.calibration import Statistics
 from edgert.quantize.curvatures import Curvatures
 from edgert.quantize.encoding import Inputs
@@ -29,7 +29,7 @@ from edgert.quantize.gguf_layout import plan as layout
 from edgert.quantize.gguf_value import Value
 from edgert.quantize.gguf_writer import Writer
 from edgert.quantize.imatrix import read_imatrix, write_imatrix
-from edgert.quantize.planning import Loss, Plan, Planner, as_it_is
+from edgert.quantize.planning import Loss, Plan, Planner
 from edgert.quantize.prior import Prior
 from edgert.quantize.progress import OnProgress, silent
 from edgert.quantize.report import Domain, Report, quality_metadata
@@ -226,9 +226,12 @@ class Quantizer:
         settings = self.settings
         if settings.budget.mix is not None:
             return self.planner.mixed(settings.budget.mix, calibrated=not settings.fast)
-        n_header = len(layout(Path("x.gguf"), self._metadata, self._tensors(self.planner.floats()))[0].header)
-        plan = self.planner.allocated(settings.budget, n_header, self._loss())
+        self.planner.room(settings.budget, self._n_header(self.source.metadata))  # refuses before all measuring
+        plan = self.planner.allocated(self.planner.room(settings.budget, self._n_header(self._metadata)), self._loss())
         return replace(plan, predicted_loss=None) if self._guesses else plan
+
+    def _n_header(self, metadata: Mapping[str, Value]) -> int:
+        return len(layout(Path("x.gguf"), metadata, self._tensors(self.planner.floats()))[0].header)
 
     @property
     def _guesses(self) -> bool:
@@ -252,7 +255,7 @@ class Quantizer:
             matrices,
             curvatures,
             self._texts.judging[:PROBE_CHUNKS],
-            lambda tensor: [*offered(tensor.shape), as_it_is(tensor)],
+            lambda tensor: self.planner.offered(tensor.name),
             held_out=held_out,
             with_feedback=self._feeds_back,
             n_threads=settings.n_threads,
