@@ -37,6 +37,7 @@ MAX_GROUPS = 64
 SAMPLE_ROWS = 512  # of a tensor, whose errors stand for all
 N_LIKELY = 512  # tokens of a prediction that are compared one by one; the others count together
 VERSION = 1
+FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,16 @@ class Sensitivity:
     n_tokens: int = 0
 
     def loss(self, name: str, format: Format | str) -> float:
-        """The predicted divergence when only this tensor is rounded. Raises: KeyError for what was not measured."""
-        return self.factors[name] * self.errors[name][str(format)]
+        """The predicted divergence when only this tensor is rounded; floats that were not measured lose nothing.
+
+        Raises: EdgertError for what was not measured.
+        """
+        errors = self.errors.get(name, {})
+        if str(format) not in errors and str(format) in FLOATS:
+            return 0.0
+        if str(format) not in errors:
+            raise EdgertError(f"The sensitivities do not hold {name} as {format}: measure them again for this model.")
+        return self.factors[name] * errors[str(format)]
 
     def losses(self, name: str) -> dict[Format, float]:
         """Of all measured formats of a tensor."""

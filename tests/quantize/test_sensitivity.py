@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgert.errors import ModelFileError
+from edgert.errors import EdgertError, ModelFileError
 from edgert.quantize import feedback, rounding, sensitivity
 from edgert.quantize.feedback import Curvature
 from edgert.quantize.formats import FORMATS
@@ -189,6 +189,10 @@ def test_the_file_gives_back_what_was_measured(tmp_path: Path) -> None:
     made.save(path)
     assert Sensitivity.load(path) == made
     assert made.losses("a") == {FORMATS["Q4_0"]: 0.125, FORMATS["Q8_0"]: 0.0025}
+    assert made.loss("a", "BF16") == 0.0
+    for name, format in (("a", "Q5_K"), ("b", "Q4_0")):
+        with pytest.raises(EdgertError, match=f"do not hold {name} as {format}"):
+            made.loss(name, format)
     assert sensitivity.table(made) == (
         ["Q4_0", "Q8_0"],
         [{"group": "a", "tensors": ["a"], "kld": {"Q4_0": 0.125, "Q8_0": 0.0025}}],
