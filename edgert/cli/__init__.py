@@ -24,6 +24,7 @@ VERBS = {
     "rm": "Delete a model.",
     "quantize": "Make a smaller model of a larger one.",
     "imatrix": "Find out which columns of a model's weights matter.",
+    "sensitivity": "Measure which tensors of a model must keep many bits.",
     "perplexity": "Measure how well a model predicts a text.",
     "tune-draft": "Measure what a draft model gains here.",
     "bench": "Measure how fast a model is here.",

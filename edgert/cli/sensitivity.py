@@ -1,0 +1,179 @@
+"""`edgert sensitivity`: which tensors of a model must not be rounded coarsely."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgert.cli.flags import flag, json_flag
+from edgert.cli.loading import ProgressLine, bar, model_path, notices
+from edgert.errors import EdgertError
+
+if TYPE_CHECKING:
+    from edgert.quantize.sensitivity import Sensitivity
+
+BAR = 40  # characters of the longest
+
+
+@click.command()
+@click.argument("source", metavar="MODEL|FOLDER|JSON")
+@flag("-o", "--output-file", type=click.Path(dir_okay=False, path_type=Path), help="Keep the figures as JSON.")
+@flag(
+    "--calibration",
+    multiple=True,
+    metavar="FILE|NAME",
+    help="A text, chats (.jsonl) or the name of a set, to measure on; may be given again.",
+)
+@flag("--tokens", type=click.IntRange(2048), default=50_000, show_default=True, help="Tokens that are read at most.")
+@flag("--types", default="", metavar="TYPE,...", help="Types to compare; without it all that edgert runs.")
+@flag(
+    "--groups", type=click.IntRange(1), default=64, show_default=True, help="Probes at most, each a group of tensors."
+)
+@flag("--gptq/--no-gptq", default=True, show_default=True, help="Round with error feedback, as `quantize` does.")
+@flag("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture too; needs matplotlib.")
+@flag("-t", "--threads", type=click.IntRange(0), default=0, help="Threads; 0: as many as suit this machine.")
+@json_flag
+def command(source: str, output_file: Path | None, png: Path | None, as_json: bool, **flags: Any) -> None:
+    """Measures how far each tensor group of a model pushes its predictions when it is rounded to each type.
+
+    Figures are KL divergences in nats a token, predicted from a few probes of the running model. `edgert quantize`
+    takes the file with --sensitivity in place of measuring again. A file that was written before is shown anew.
+    """
+    from edgert.quantize.sensitivity import Sensitivity, table
+
+    if png:
+        _matplotlib()  # before the work, not after it
+    path = Path(source)
+    if path.suffix == ".json" and path.is_file():
+        found = Sensitivity.load(path)
+    else:
+        found = measured(path if path.exists() else model_path(source), **flags)
+    if output_file:
+        found.save(output_file)
+    formats, rows = table(found)
+    if png:
+        draw(formats, rows, png)
+    if as_json:
+        click.echo(json.dumps({"n_tokens": found.n_tokens, "formats": formats, "groups": rows}, indent=1))
+        return
+    click.echo(as_text(formats, rows, found.n_tokens))
+    for written in filter(None, (output_file, png)):
+        click.echo(f"written: {written}")
+
+
+def measured(
+    source: Path, calibration: tuple[str, ...], tokens: int, types: str, groups: int, gptq: bool, threads: int
+) -> Sensitivity:
+    """Lets the model read, and probes it."""
+    from edgert.devices.probe import default_threads
+    from edgert.quantize import sensitivity
+    from edgert.quantize.allocation import DEFAULT_TYPES, offered
+    from edgert.quantize.curvatures import Curvatures
+    from edgert.quantize.engine import open_engine
+    from edgert.quantize.feedback import TIED_DAMPING
+    from edgert.quantize.formats import FORMATS
+    from edgert.quantize.mixes import is_quantizable
+    from edgert.quantize.source import open_source
+    from edgert.quantize.text_parts import TextParts
+
+    chosen = [name.strip().upper() for name in types.split(",") if name.strip()] or list(DEFAULT_TYPES)
+    for name in chosen:
+        if name not in FORMATS or FORMATS[name].decode is None:
+            raise click.UsageError(f"--types: {name!r} is no type that edgert reads.")
+    n_threads = threads or default_threads()
+    with ProgressLine() as line, notices(line), TemporaryDirectory(prefix="edgert-") as folder:
+        line.show(f"loading {source.name}")
+
+        def compiled(done: int, of: int) -> None:
+            line.show(f"compiling, the first time only {bar(done / max(of, 1))} {done}/{of} kernels")
+
+        def step(what: str) -> Any:
+            return lambda done, of: line.show(f"{what} {bar(done / max(of, 1))} {done} of {of}")
+
+        with (
+            open_source(source, allow_requantize=True) as opened,
+            open_engine(opened, n_threads=n_threads, progress=compiled) as engine,
+        ):
+            matrices = {
+                name: tensor
+                for name, tensor in opened.tensors.items()
+                if is_quantizable(name, tensor.shape) and offered(tensor.shape, chosen)
+            }
+            texts = TextParts.read(engine, calibration or None, (), 512, tokens)
+            n_cols = {name: tensor.n_cols for name, tensor in matrices.items()}
+            pair = []
+            for stage, chunks in (("calibrating", texts.training), ("holding out", texts.judging)):
+                one = Curvatures(Path(folder) / stage, {"token_embd.weight": TIED_DAMPING}, n_cols)
+                one.collect(engine, chunks, matrices, 2 << 30, on_chunk=step(stage))
+                pair.append(one)
+            seen = {name: tensor for name, tensor in matrices.items() if name in pair[0]}
+            return sensitivity.measure(
+                engine,
+                seen,
+                pair[0],
+                texts.judging[:8],
+                lambda tensor: offered(tensor.shape, chosen),
+                held_out=pair[1],
+                with_feedback=gptq,
+                max_groups=groups,
+                n_threads=n_threads,
+                fingerprint=opened.fingerprint,
+                on_step=step("measuring"),
+            )
+
+
+def as_text(formats: list[str], rows: list[dict[str, Any]], n_tokens: int) -> str:
+    """The table, and bars of the first type."""
+    width = max(len("group"), *(len(row["group"]) for row in rows))
+    lines = [
+        f"KL divergence of the output (nats a token, {n_tokens:,} tokens) when a group alone has a type:",
+        "",
+        f"{'group':<{width}}" + "".join(f"{name:>10}" for name in formats),
+    ]
+    for row in rows:
+        cells = (row["kld"][name] for name in formats)
+        lines.append(f"{row['group']:<{width}}" + "".join(f"{_number(value):>10}" for value in cells))
+    shown = formats[0]
+    values = {row["group"]: row["kld"][shown] or 0.0 for row in rows}
+    longest = max(values.values(), default=0.0) or 1.0
+    # On a scale of roots: bars of single layers would vanish beside an embedding's.
+    lines += ["", f"{shown}, lengths as square roots:"]
+    for group, value in values.items():
+        lines.append(f"{group:<{width}} {'█' * math.ceil(BAR * math.sqrt(value / longest)):<{BAR}} {_number(value)}")
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6f}" if value >= 1e-6 or value == 0 else f"{value:.0e}"
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise EdgertError("A picture needs matplotlib: pip install matplotlib, or leave --png out.") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def draw(formats: list[str], rows: list[dict[str, Any]], path: Path) -> None:
+    """A picture of the table: groups down, types across, logarithmic colours."""
+    pyplot = _matplotlib()
+    values = [[math.log10(max(row["kld"][name] or 0.0, 1e-9)) for name in formats] for row in rows]
+    figure, axes = pyplot.subplots(figsize=(2 + 0.6 * len(formats), 1.5 + 0.2 * len(rows)))
+    image = axes.imshow(values, aspect="auto", cmap="viridis")
+    axes.set_xticks(range(len(formats)), formats, rotation=45)
+    axes.set_yticks(range(len(rows)), [row["group"] for row in rows], fontsize=6)
+    figure.colorbar(image, label="log10 of the KL divergence")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
