@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from pathlib import Path
@@ -156,13 +157,11 @@ def _number(value: float | None) -> str:
 
 def _matplotlib() -> Any:
     try:
-        import matplotlib
+        matplotlib = importlib.import_module("matplotlib")
     except ImportError:
         raise EdgertError("A picture needs matplotlib: pip install matplotlib, or leave --png out.") from None
     matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    return importlib.import_module("matplotlib.pyplot")
 
 
 def draw(formats: list[str], rows: list[dict[str, Any]], path: Path) -> None:

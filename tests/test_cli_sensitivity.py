@@ -1,0 +1,57 @@
+"""`edgert sensitivity`: measured on a tiny model, shown from a file, refused with a sentence."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edgert import cli
+
+
+def test_a_tiny_model_is_measured_and_its_file_shown_again(
+    tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_model("llama", quant={})
+    text = tmp_path / "text.txt"
+    text.write_text("Hello world and the hello world is on her hand. " * 400, encoding="utf-8")
+    out = tmp_path / "s.json"
+    arguments = ["sensitivity", str(path), "--calibration", str(text), "--tokens", "4096", "--types", "q4_0,Q8_0"]
+    assert cli.run([*arguments, "--groups", "4", "-t", "1", "-o", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "ffn_down 0-1" in shown and "█" in shown and str(out) in shown
+    content = json.loads(out.read_text())
+    assert set(content["errors"]["blk.0.ffn_down.weight"]) == {"Q4_0", "Q8_0"}
+
+    assert cli.run(["sensitivity", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["formats"] == ["Q4_0", "Q8_0"]
+    for group in found["groups"]:
+        assert 0 < group["kld"]["Q8_0"] < group["kld"]["Q4_0"], group
+
+
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_model: Callable[..., Path]) -> None:
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    assert cli.run(["sensitivity", str(other)]) == 1
+    assert "holds no sensitivities" in capsys.readouterr().err
+    assert cli.run(["sensitivity", str(tiny_model("llama")), "--types", "Q4_17"]) == 2
+    assert "'Q4_17' is no type" in capsys.readouterr().err
+
+
+def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from edgert.quantize.sensitivity import Probe, Sensitivity
+
+    path, png = tmp_path / "s.json", tmp_path / "s.png"
+    Sensitivity("f", {"a": {"Q4_0": 0.5, "Q8_0": 0.01}}, {"a": 0.25}, [Probe(("a",), "Q4_0", 0.125, 0.5)], 7).save(path)
+    code = cli.run(["sensitivity", str(path), "--png", str(png)])
+    if importlib.util.find_spec("matplotlib"):
+        assert code == 0
+        assert png.read_bytes()[:4] == b"\x89PNG"
+    else:
+        assert code == 1
+        assert "pip install matplotlib" in capsys.readouterr().err
+        assert not png.exists()
