@@ -181,7 +181,7 @@ def test_show(edgert: Any, tiny_model: Callable[..., Path]) -> None:
     assert facts["bits_per_weight"] == pytest.approx(8 * n_bytes / n_weights, abs=1e-3)
     assert sum(row["bytes"] for row in facts["tensor_types"]) == facts["memory"]["weights"] == n_bytes
     per_token = 2 * architecture.n_layer * architecture.n_head_kv * architecture.head_dim * 2
-    assert facts["memory"]["kv_per_token"] == per_token and facts["memory"]["kv"] == 100 * per_token
+    assert facts["memory"]["kv_per_token"] == per_token and facts["memory"]["kv"] == 112 * per_token
     assert facts["memory"]["n_ctx"] == 100
     text = edgert("show", str(path)).stdout
     assert "bits per weight" in text and "cache" in text

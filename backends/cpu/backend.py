@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgert.backends.base import Backend, Batch, OnInput, Verdict
 from edgert.backends.cpu import compiler
-from edgert.backends.cpu.cache import PagedCache
+from edgert.backends.cpu.cache import PagedCache, cache_type
 from edgert.backends.cpu.graph import (
     N_NARROW,
     N_TOKENS,
@@ -24,7 +24,7 @@ from edgert.backends.cpu.graph import (
     Shape,
 )
 from edgert.backends.cpu.isa import select
-from edgert.backends.cpu.layouts import BLOCK, CACHE_TYPES, CODECS, PAGE, WINDOW
+from edgert.backends.cpu.layouts import CACHE_TYPES, CODECS, PAGE, WINDOW
 from edgert.backends.cpu.memory import aligned
 from edgert.backends.cpu.model_weights import pack_model
 from edgert.backends.cpu.sampling import NAMES as SAMPLING_KERNELS
@@ -33,7 +33,7 @@ from edgert.backends.cpu.team import KERNELS as TEAM_KERNELS
 from edgert.backends.cpu.team import Team
 from edgert.backends.cpu.weights import FLOAT_CODECS, Packer, encode, pack_rows
 from edgert.devices import probe
-from edgert.errors import DoesNotFitError, RequestError, SessionError, UnsupportedFormatError
+from edgert.errors import DoesNotFitError, SessionError, UnsupportedFormatError
 from edgert.quantize.architecture import Architecture, describe
 from edgert.quantize.gguf_file import Model
 
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 N_BATCH = 512
 _ONE = np.array([1, 0, 1, 1])  # a step's header: tokens, wide, narrow and wanted rows
-DEFAULT_CACHE_TYPE = "f16"
 CENTERING_TOKENS = 256
 SESSION_LAYOUT = 1  # of pages; another number where saved pages would no longer mean the same
 
@@ -395,23 +394,6 @@ def _fingerprint(file: Model[Any], a: Architecture) -> str:
         digest.update(f"{name} {tensor.shape}".encode())
         digest.update(np.ascontiguousarray(tensor.rows(0, 1), np.float32).tobytes())
     return digest.hexdigest()
-
-
-def cache_type(side: str, name: str | None, head_dim: int) -> str:
-    """The type of keys ("k") or values ("v") that a name asks for; None: the default for heads of this size.
-
-    Raises: RequestError for a type that is unknown, or that heads of this size cannot have.
-    """
-    packable = head_dim % BLOCK == 0
-    if name is None:
-        return DEFAULT_CACHE_TYPE if packable else "f16"
-    if name not in CACHE_TYPES:
-        raise RequestError(f"cache_type_{side}", f"is {name!r}; the cpu backend has {', '.join(CACHE_TYPES)}")
-    if CACHE_TYPES[name].is_packed and not packable:
-        raise RequestError(
-            f"cache_type_{side}", f"{name} needs heads of a multiple of {BLOCK}, not {head_dim}: use f16"
-        )
-    return name
 
 
 def _check_fit(

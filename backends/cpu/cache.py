@@ -14,12 +14,49 @@ from numpy.typing import NDArray
 
 from edgert.backends.cpu.layouts import BLOCK, CACHE_TYPES, PAGE
 from edgert.backends.cpu.memory import aligned
-from edgert.errors import DoesNotFitError
+from edgert.errors import DoesNotFitError, RequestError
+
+DEFAULT_CACHE_TYPE = "f16"
 
 
 def n_pages(length: int) -> int:
     """Pages that `length` positions take."""
     return -(-length // PAGE)
+
+
+def kept_positions(window: int, n_ctx: int, n_batch: int) -> int:
+    """Positions that a sequence's pages of a layer with this window may hold; 0: all, since that frees nothing.
+
+    The window, as much before it, so far back a sequence can be cut, and what a step adds.
+    """
+    kept = 2 * window + n_batch + 2 * PAGE
+    return kept if window and kept < n_ctx else 0
+
+
+def cache_bytes(
+    windows: Sequence[int], n_head_kv: int, head_dim: int, n_ctx: int, n_batch: int, type_k: str, type_v: str
+) -> tuple[int, int]:
+    """Bytes of one sequence of n_ctx positions in all layers, and of one position."""
+    page = n_head_kv * (CACHE_TYPES[type_k].page_bytes(head_dim) + CACHE_TYPES[type_v].page_bytes(head_dim))
+    pages = sum(n_pages(kept_positions(window, n_ctx, n_batch) or n_ctx) for window in windows)
+    return pages * page, len(windows) * page // PAGE
+
+
+def cache_type(side: str, name: str | None, head_dim: int) -> str:
+    """The type of keys ("k") or values ("v") that a name asks for; None: the default for heads of this size.
+
+    Raises: RequestError for a type that is unknown, or that heads of this size cannot have.
+    """
+    packable = head_dim % BLOCK == 0
+    if name is None:
+        return DEFAULT_CACHE_TYPE if packable else "f16"
+    if name not in CACHE_TYPES:
+        raise RequestError(f"cache_type_{side}", f"is {name!r}; the cpu backend has {', '.join(CACHE_TYPES)}")
+    if CACHE_TYPES[name].is_packed and not packable:
+        raise RequestError(
+            f"cache_type_{side}", f"{name} needs heads of a multiple of {BLOCK}, not {head_dim}: use f16"
+        )
+    return name
 
 
 class Pool:
@@ -165,8 +202,8 @@ class PagedCache:
         self.layer_bytes = n_head_kv * (self._key_bytes + CACHE_TYPES[type_v].page_bytes(head_dim))
         lead = int(CACHE_TYPES[type_k].refined)
         # A window that is nearly the context frees nothing.
-        kept = {window: 2 * window + n_batch + 2 * PAGE for window in set(windows) if window}
-        self._window_of = [window if window and kept[window] < n_ctx else 0 for window in windows]
+        kept = {window: kept_positions(window, n_ctx, n_batch) for window in set(windows)}
+        self._window_of = [window if kept[window] else 0 for window in windows]
         self.pools: dict[int, Pool] = {}
         self._places: list[int] = []
         for window in self._window_of:

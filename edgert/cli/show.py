@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgert import store
-from edgert.cli.flags import CONTEXT, flag, json_flag
+from edgert.cli.flags import CACHE_FLAGS, CONTEXT, flag, json_flag
 from edgert.errors import EdgertError
 
 if TYPE_CHECKING:
@@ -28,15 +28,24 @@ PROGRAM_PER_TOKEN = 181
 @click.command()
 @click.argument("model", default=store.DEFAULT)
 @flag("-c", "--ctx-size", type=CONTEXT, help="The context whose memory is told; 0: the model's.")
+@CACHE_FLAGS[0]
+@CACHE_FLAGS[1]
 @click.option("--template", "only_template", is_flag=True, help="Print the chat template alone.")
 @json_flag
-def command(model: str, ctx_size: int | None, only_template: bool, as_json: bool) -> None:
+def command(
+    model: str,
+    ctx_size: int | None,
+    cache_type_k: str | None,
+    cache_type_v: str | None,
+    only_template: bool,
+    as_json: bool,
+) -> None:
     """Shows what MODEL is: sizes, true bits per weight, context, template, and its cost in memory."""
     from edgert.quantize.gguf_file import GGUFFile
 
     path = store.resolve(model)
     with GGUFFile.open(path) as file:
-        facts = {"model": model, "path": str(path), **describe_file(file, ctx_size)}
+        facts = {"model": model, "path": str(path), **describe_file(file, ctx_size, (cache_type_k, cache_type_v))}
     if only_template:
         if facts["chat_template"] is None:
             raise EdgertError(f"{model} has no chat template.")
@@ -47,10 +56,13 @@ def command(model: str, ctx_size: int | None, only_template: bool, as_json: bool
         click.echo(as_text(facts))
 
 
-def describe_file(file: GGUFFile, n_ctx: int | None) -> dict[str, Any]:
+def describe_file(
+    file: GGUFFile, n_ctx: int | None, types: tuple[str | None, str | None] = (None, None)
+) -> dict[str, Any]:
     """The facts of a file, as JSON can hold them; sizes in bytes.
 
     n_ctx:  context whose memory is told; 0: the model's; None: a common one
+    types:  of the cached keys and values; None: the cpu backend's choice
     """
     from edgert.quantize.architecture import describe
 
@@ -81,7 +93,7 @@ def describe_file(file: GGUFFile, n_ctx: int | None) -> dict[str, Any]:
         "chat_template": template if isinstance(template, str) else None,
         "sampling": sampling(file),
         "quantization": quantization(file),
-        "memory": memory_cost(file, architecture, n_ctx) if architecture else {},
+        "memory": memory_cost(file, architecture, n_ctx, types) if architecture else {},
     }
     return facts
 
@@ -135,19 +147,28 @@ def sampling(file: GGUFFile) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in ("logit_bias", "seed")}
 
 
-def memory_cost(file: GGUFFile, architecture: Architecture, n_ctx: int | None) -> dict[str, int]:
-    """Bytes that the process takes with a context full of tokens, cache in f16.
+def memory_cost(
+    file: GGUFFile,
+    architecture: Architecture,
+    n_ctx: int | None,
+    types: tuple[str | None, str | None] = (None, None),
+) -> dict[str, int]:
+    """Bytes that the process takes with a context full of tokens.
 
-    kv:       keys and values of every position and layer
+    kv:       keys and values of every layer: of all positions, or of those that a window keeps
     buffers:  activations of one prefill step, float32, and the logits of one token
     program:  what runs the model
     """
+    from edgert.backends.cpu.cache import cache_bytes, cache_type
+
     a = architecture
     if n_ctx is None:
         n_ctx = min(N_CTX, a.n_ctx_train)
     n_ctx = n_ctx or a.n_ctx_train
     weights = sum(tensor.n_bytes for tensor in file.tensors.values())
-    kv = 2 * a.n_layer * a.n_head_kv * a.head_dim * 2 * n_ctx
+    type_k, type_v = (cache_type(side, name, a.head_dim) for side, name in zip("kv", types, strict=True))
+    windows = [layer.window for layer in a.layers]
+    kv, per_token = cache_bytes(windows, a.n_head_kv, a.head_dim, n_ctx, N_BATCH, type_k, type_v)
     heads = (a.n_head + 2 * a.n_head_kv) * a.head_dim
     buffers = 4 * (min(N_BATCH, n_ctx) * (3 * a.n_embd + heads + 2 * a.n_ff) + a.n_vocab)
     program = PROGRAM + PROGRAM_PER_TOKEN * a.n_vocab
@@ -155,7 +176,7 @@ def memory_cost(file: GGUFFile, architecture: Architecture, n_ctx: int | None) -
         "n_ctx": n_ctx,
         "weights": weights,
         "kv": kv,
-        "kv_per_token": kv // n_ctx,
+        "kv_per_token": per_token,
         "buffers": buffers,
         "program": program,
         "total": weights + kv + buffers + program,
