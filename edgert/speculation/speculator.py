@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SPEC_MAX = 15  # tokens guessed for one step, unless told otherwise
 MEMORY = 1 << 16  # tokens of ended requests that are remembered
+PATIENCE = 16  # steps without anything found, after which it is looked for in every fourth
 LONG_ENOUGH = 5  # agreeing tokens in the present text with which no other text is asked
 # Classes of guesses: by how many tokens agreed before an n-gram's, by the draft model's own probability of its token.
 AGREED = (3, 4, 5, 7, 10, 16, 32)
@@ -48,6 +49,7 @@ class Request:
         self.sampled = sampled
         self.sources = {"ngram": Source(0.5, 0.1 * step_seconds), "draft": Source(1.2, 0.4 * step_seconds)}
         self.now = Guesses()
+        self.misses = 0  # steps in a row in which nothing that was said came again
 
 
 class Speculator:
@@ -114,12 +116,13 @@ class Speculator:
         if not draft_ready:
             draft.rest()
         count = 0
-        if self.texts and (ngram.ready or self.least > 0):
+        usual = request.misses < PATIENCE or slot.n_tokens % 4 == 0  # a text without repetitions is asked less often
+        if self.texts and usual and (ngram.ready or self.least > 0):
             guess, kinds, net = self._from_memory(slot, request, rows, pace, limit)
             if guess and (not draft_ready or net >= draft.net(pace)):
                 now.source, now.kinds, count = "ngram", kinds, len(guess)
                 slot.tokens[slot.n_tokens : slot.n_tokens + count] = guess
-        else:
+        elif not ngram.ready:
             ngram.rest()
         if not count and draft_ready:
             now.source = "draft"
@@ -135,10 +138,14 @@ class Speculator:
         text.sync(slot.tokens, n, grown=self._owners[slot.sequence] is request)
         self._owners[slot.sequence] = request
         guess, agreed = text.find(slot.tokens, n, limit)
-        if agreed < LONG_ENOUGH:
+        if agreed < LONG_ENOUGH and self.ended.n:
             other, longer = self.ended.find(slot.tokens, n, limit)
             if longer > agreed:
                 guess, agreed = other, longer
+        if not guess:
+            request.misses += 1
+            return guess, [], 0.0
+        request.misses = 0
         kinds = [bisect_right(AGREED, agreed + i) for i in range(len(guess))]
         odds = self.ngram_odds[request.sampled]
         count, net = self._best_length([odds[kind] for kind in kinds], rows, pace)
