@@ -12,7 +12,7 @@ from edgert.errors import BackendUnavailableError, RequestError
 if TYPE_CHECKING:
     from edgert.backends.base import Backend
 
-NAMES = ("cpu", "llama")
+NAMES = ("cpu", "llama", "onnx")
 
 
 def load(
@@ -47,6 +47,10 @@ def load(
             options |= {"cache_type_k": cache_type_k, "cache_type_v": cache_type_v}
             _check(options, CpuBackend)
             return CpuBackend(file, n_ctx=n_ctx, n_threads=n_threads, progress=progress, **options)
+        if name == "onnx":
+            from edgert.backends.onnx.backend import OnnxBackend
+
+            return OnnxBackend(file, n_ctx=n_ctx, n_threads=n_threads, progress=progress, **options)
         from edgert.backends.llama import LlamaBackend
 
         types = {"type_k": cache_type_k, "type_v": cache_type_v}

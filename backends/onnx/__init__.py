@@ -1,0 +1,1 @@
+"""ONNX Runtime behind the waist, for processors that only its execution providers reach (NPUs)."""

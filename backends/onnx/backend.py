@@ -1,0 +1,202 @@
+"""The onnx backend: batches of tokens in, logits out, by ONNX Runtime on whatever device a provider reaches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.backends.base import Backend, Batch, Verdict
+from edgert.backends.onnx import providers
+from edgert.backends.onnx.providers import CPU, Device
+from edgert.backends.onnx.runner import FusedRunner, Runner, StaticRunner
+from edgert.backends.onnx.store import ModelFolder
+from edgert.devices import probe
+from edgert.errors import BackendUnavailableError, DoesNotFitError
+from edgert.quantize.architecture import Architecture, describe
+from edgert.quantize.gguf_file import GGUFFile
+
+log = logging.getLogger(__name__)
+
+N_BATCH = 512
+
+
+class OnnxBackend(Backend):
+    """A model run by ONNX Runtime; sequences of a batch are computed one after another.
+
+    n_ctx:      positions that one sequence may have; 0: as many as the model was trained on
+    device:     "auto" (an NPU, or else the CPU), or a name that `edgert devices` shows: cpu, openvino:npu, qnn ...
+    require:    raise when the device cannot run the whole model, instead of leaving parts to the CPU
+    """
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        *,
+        n_ctx: int = 0,
+        n_threads: int | None = None,
+        n_batch: int = N_BATCH,
+        n_seq_max: int = 1,
+        device: str = "auto",
+        require: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        requested: str = "onnx",
+    ) -> None:
+        """Raises: BackendUnavailableError, DoesNotFitError, UnsupportedFormatError, ModelFileError."""
+        found = providers.find(device)
+        a = self.architecture = describe(file)
+        self.n_vocab, self.n_ctx, self.n_seq_max = a.n_vocab, n_ctx or a.n_ctx_train, n_seq_max
+        self.n_batch = min(n_batch, self.n_ctx)
+        n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
+        _check_fit(file, a, self.n_ctx * n_seq_max)
+        embedding = file.tensor("token_embd.weight")
+        self._rows, self._format = embedding.data, embedding.format
+        folder = ModelFolder(file, a)
+        kind: type[Runner] = FusedRunner if found.provider.profile == "fused" else StaticRunner
+        self._runner: Runner | None = kind(folder, a, found, self.n_ctx, n_seq_max, n_threads)
+        self._weights_bytes = folder.weights.n_bytes
+        self._lengths = [0] * n_seq_max
+        self._logits = np.empty((1, self.n_vocab), np.float32)
+        self.capabilities = frozenset({"fork", "truncate", "batch"})
+        self.verdict = self._judge(found, requested, n_threads)
+        if require:
+            _check_required(found, self._runner)
+
+    def _judge(self, device: Device, requested: str, n_threads: int) -> Verdict:
+        assert self._runner is not None
+        opened = self._runner.sessions
+        assignment = next(iter(opened.values())).assignment
+        ran = assignment.products.get(device.provider.ep, 0.0)
+        left = assignment.left_behind
+        if assignment.nodes and not ran:
+            where, reason = "cpu", f"{device.label} took no product of the model; ONNX Runtime's CPU provider runs it"
+        else:
+            where, reason = device.label, f"ONNX Runtime {device.version}, {n_threads} threads"
+            if left:
+                reason += f"; {', '.join(left[:5])} stay on the CPU"
+        caches = [entry.cache for entry in opened.values() if entry.cache]
+        return Verdict(
+            requested,
+            "onnx",
+            where,
+            reason,
+            {
+                "device": device.name,
+                "profile": device.provider.profile,
+                "assignment": str(assignment),
+                "weights": "exact",
+                "compile_seconds": f"{sum(entry.seconds for entry in opened.values()):.2f}",
+                **({"compiled": ", ".join(caches)} if caches else {}),
+                "threads": str(n_threads),
+                "n_ubatch": str(self.n_batch),
+            },
+        )
+
+    def forward(self, batch: Batch) -> NDArray[np.float32]:
+        runner, n = self._open(), len(batch)
+        runs = self._runs(batch)
+        n_wanted = int(np.count_nonzero(batch.wanted))
+        if len(self._logits) < n_wanted or len(self._logits) > 64:
+            self._logits = np.empty((max(n_wanted, 1), self.n_vocab), np.float32)
+        logits = self._logits[:n_wanted]
+        a = self.architecture
+        row_of = np.cumsum(batch.wanted) - 1  # of the result, by place in the batch
+        for sequence, places in runs.items():
+            x = self._format.dequantize(self._rows[batch.tokens[places]])
+            if a.embedding_scale != 1.0:
+                x *= np.float32(a.embedding_scale)
+            wanted = np.flatnonzero(batch.wanted[places])
+            whole = len(places) == n
+            out = logits if whole else np.empty((len(wanted), self.n_vocab), np.float32)
+            runner.run(sequence, x, self._lengths[sequence], wanted, out)
+            self._lengths[sequence] += len(places)
+            if not whole:
+                logits[row_of[places[wanted]]] = out
+        return logits
+
+    def _runs(self, batch: Batch) -> dict[int, NDArray[np.int64]]:
+        """The places of each sequence's tokens in the batch. Raises: ValueError for what cannot be."""
+        n = len(batch)
+        if not 0 < n <= self.n_batch:
+            raise ValueError(f"a batch holds 1 to {self.n_batch} tokens, not {n}")
+        if not (n == len(batch.sequences) == len(batch.positions) == len(batch.wanted)):
+            raise ValueError("tokens, sequences, positions and wanted differ in length")
+        if int(batch.tokens.min()) < 0 or int(batch.tokens.max()) >= self.n_vocab:
+            raise ValueError(f"token ids run from 0 to {self.n_vocab - 1}")
+        if int(batch.sequences.min()) < 0 or int(batch.sequences.max()) >= self.n_seq_max:
+            raise ValueError(f"sequences run from 0 to {self.n_seq_max - 1}")
+        runs = {}
+        for sequence in dict.fromkeys(batch.sequences.tolist()):
+            places = np.flatnonzero(batch.sequences == sequence)
+            start = self._lengths[sequence]
+            if not np.array_equal(batch.positions[places], np.arange(start, start + len(places))):
+                raise ValueError(f"the positions of sequence {sequence} do not follow its {start} tokens")
+            if start + len(places) > self.n_ctx:
+                raise ValueError(f"positions run from 0 to {self.n_ctx - 1}")
+            runs[sequence] = places
+        return runs
+
+    def length(self, sequence: int) -> int:
+        self._open()
+        return self._lengths[sequence]
+
+    def fork(self, source: int, target: int, length: int) -> None:
+        runner = self._open()
+        if self._lengths[target]:
+            raise ValueError(f"sequence {target} is not empty")
+        if not 0 <= length <= self._lengths[source]:
+            raise ValueError(f"sequence {source} has {self._lengths[source]} positions, not {length}")
+        if length:
+            runner.copy(source, target, length)
+        self._lengths[target] = length
+
+    def truncate(self, sequence: int, length: int) -> None:
+        self._open()
+        if not 0 <= length <= self._lengths[sequence]:
+            raise ValueError(f"sequence {sequence} has {self._lengths[sequence]} positions, not {length}")
+        self._lengths[sequence] = length
+
+    def memory(self) -> dict[str, int]:
+        runner = self._open()
+        return {
+            "weights": self._weights_bytes,
+            "kv": runner.kv_bytes(self._lengths),
+            "buffers": self._logits.nbytes,
+        }
+
+    def close(self) -> None:
+        self._runner = None
+
+    def _open(self) -> Runner:
+        if self._runner is None:
+            raise ValueError("the backend is closed")
+        return self._runner
+
+
+def _check_fit(file: GGUFFile, a: Architecture, n_positions: int) -> None:
+    """Refuses what could not be filled: weights as converted and as the provider lays them out, a float32 cache."""
+    per_position = a.n_layer * 2 * a.n_head_kv * a.head_dim * 4
+    needed, available = 2 * file.n_bytes + n_positions * per_position, probe.probe().memory_available
+    if needed > available:
+        most = (available - 2 * file.n_bytes) // per_position
+        remedy = f"at most -c {most} fits" if most >= 64 else "a smaller model, or one of fewer bits, may fit"
+        raise DoesNotFitError(
+            f"{file.path} with {n_positions} cached positions needs {needed >> 20} MiB in ONNX Runtime, "
+            f"and {available >> 20} MiB are available: {remedy}."
+        )
+
+
+def _check_required(device: Device, runner: Runner) -> None:
+    """Raises: BackendUnavailableError when a part of the model is not where it was required."""
+    for name, opened in runner.sessions.items():
+        found = opened.assignment
+        if device.provider.ep != CPU and not found.nodes:
+            continue  # a version that does not tell
+        if found.products.get(device.provider.ep, 0.0) < 1.0:
+            share = 100 * found.products.get(device.provider.ep, 0.0)
+            raise BackendUnavailableError(
+                f"{device.label} was required and runs {share:.0f} % of the products of {name}; the CPU would run "
+                f"{', '.join(found.left_behind[:5]) or 'the rest'}: choose another device, or do without require."
+            )

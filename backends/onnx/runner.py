@@ -1,0 +1,222 @@
+"""Runs the graphs: one run of tokens of one sequence at a time, each sequence with a cache of its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.backends.onnx.compiled import Compiled, compiled
+from edgert.backends.onnx.graph import Fused, rope_rows, rope_table, ropes, windows
+from edgert.backends.onnx.providers import Device, runtime
+from edgert.backends.onnx.static_graph import HIDDEN, Head, Static
+from edgert.backends.onnx.store import ModelFolder
+from edgert.quantize.architecture import Architecture
+
+Floats = NDArray[np.float32]
+CHUNK = 128  # tokens of a static prefill
+LEAST_CHUNK = 12  # so many tokens are worth a chunk that is mostly padding
+BUCKETS = (512, 2048, 8192, 32768, 131072)  # room of static caches
+
+
+class Runner(ABC):
+    """A model on a device: n_seq_max caches and what computes them."""
+
+    def __init__(
+        self, folder: ModelFolder, a: Architecture, device: Device, n_ctx: int, n_seq_max: int, n_threads: int
+    ) -> None:
+        self.folder, self.a, self.device = folder, a, device
+        self.n_ctx, self.n_threads = n_ctx, n_threads
+        self.sessions: dict[str, Compiled] = {}
+        self.keys: list[list[Floats]] = [[] for _ in range(n_seq_max)]  # by sequence and layer
+        self.values: list[list[Floats]] = [[] for _ in range(n_seq_max)]
+
+    @abstractmethod
+    def run(self, sequence: int, x: Floats, position: int, wanted: NDArray[np.int64], logits: Floats) -> None:
+        """Computes tokens (n, n_embd) at `position` on; writes the logits of the wanted ones (rows, n_vocab)."""
+
+    @abstractmethod
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Gives the target the first positions of the source."""
+
+    def kv_bytes(self, lengths: list[int]) -> int:
+        """Bytes of the cached positions."""
+        a = self.a
+        return sum(lengths) * a.n_layer * 2 * a.n_head_kv * a.head_dim * 4
+
+    def _open(self, name: str, build: Callable[[], Any]) -> Any:
+        if name not in self.sessions:
+            path = self.folder.graph(name, self.device.provider.style, build)
+            self.sessions[name] = compiled(self.folder, self.device, path, self.n_threads)
+        return self.sessions[name].session
+
+
+def _value(array: NDArray[Any]) -> Any:
+    """ONNX Runtime's view of an array, which must outlive it."""
+    return runtime().OrtValue.ortvalue_from_numpy(array)
+
+
+class FusedRunner(Runner):
+    """The cache is bound once for each sequence; GroupQueryAttention writes into it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._session = self._open(
+            "fused", lambda: Fused(self.a, self.folder.weights, self.device.provider.style).build()
+        )
+        positions = np.arange(self.n_ctx)
+        self._tables = [table for rope in ropes(self.a) for table in rope_table(rope, positions)]
+        self._bindings: dict[int, Any] = {}
+        self._total, self._length = np.zeros((), np.int32), np.zeros(1, np.int32)
+        self._one = np.zeros((1, self.a.n_embd), np.float32)
+        self._first = np.zeros(1, np.int64)
+
+    def _binding(self, sequence: int) -> Any:
+        if sequence in self._bindings:
+            return self._bindings[sequence]
+        a, binding = self.a, self._session.io_binding()
+        shape = (1, a.n_head_kv, self.n_ctx, a.head_dim)
+        for name, caches in (("k", self.keys), ("v", self.values)):
+            caches[sequence] = [np.zeros(shape, np.float32) for _ in range(a.n_layer)]
+            for i, cache in enumerate(caches[sequence]):
+                value = _value(cache)
+                binding.bind_ortvalue_input(f"{name}.{i}", value)
+                binding.bind_ortvalue_output(f"new_{name}.{i}", value)
+        for i, table in enumerate(self._tables):
+            binding.bind_ortvalue_input(f"{('cos', 'sin')[i % 2]}.{i // 2}", _value(table))
+        binding.bind_ortvalue_input("total", _value(self._total))
+        binding.bind_ortvalue_input("lengths", _value(self._length))
+        self._bindings[sequence] = binding
+        return binding
+
+    def run(self, sequence: int, x: Floats, position: int, wanted: NDArray[np.int64], logits: Floats) -> None:
+        binding = self._binding(sequence)
+        self._total[()] = position + len(x)
+        self._length[0] = position + len(x) - 1
+        binding.bind_ortvalue_input("x", _value(x))
+        binding.bind_ortvalue_input("wanted", _value(wanted))
+        binding.bind_ortvalue_output("logits", _value(logits))
+        self._session.run_with_iobinding(binding)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self._binding(target)
+        for caches in (self.keys, self.values):
+            for old, new in zip(caches[source], caches[target], strict=True):
+                new[:, :, :length] = old[:, :, :length]
+
+
+class StaticRunner(Runner):
+    """Past keys and values go in, new ones come out and are put in place here.
+
+    A cache starts in the smallest bucket and moves to the next when it is full.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._ropes, self._windows = ropes(self.a), windows(self.a)
+        self._groups = self.a.n_head // self.a.n_head_kv
+        self._outputs: dict[int, dict[str, Floats]] = {}
+        self._graph(1, self._bucket(1))  # what every use needs, so that a refusal comes now
+
+    def _bucket(self, length: int) -> int:
+        return min(self.n_ctx, next((size for size in BUCKETS if size >= length), self.n_ctx))
+
+    def _graph(self, n: int, n_past: int) -> Any:
+        style = self.device.provider.style
+        return self._open(f"static-{n}-{n_past}", lambda: Static(self.a, self.folder.weights, style).build(n, n_past))
+
+    def _room(self, sequence: int, length: int) -> int:
+        """Makes the cache of a sequence large enough: its bucket."""
+        a, size = self.a, self._bucket(max(length, 1))
+        keys, values = self.keys[sequence], self.values[sequence]
+        have = keys[0].shape[2] if keys else 0
+        if have >= size:
+            return have
+        for caches, shape in ((keys, (a.n_head_kv, a.head_dim, size)), (values, (a.n_head_kv, size, a.head_dim))):
+            new = [np.zeros(shape, np.float32) for _ in range(a.n_layer)]
+            for old, larger in zip(caches, new, strict=False):
+                larger[:, : old.shape[1], : old.shape[2]] = old
+            caches[:] = new
+        return size
+
+    def run(self, sequence: int, x: Floats, position: int, wanted: NDArray[np.int64], logits: Floats) -> None:
+        done = 0
+        while done < len(x):
+            left = len(x) - done
+            n = min(left, CHUNK) if left >= LEAST_CHUNK else 1
+            rows = np.flatnonzero((wanted >= done) & (wanted < done + n))
+            self._step(sequence, x[done : done + n], position + done, wanted[rows] - done, logits, rows)
+            done += n
+
+    def _step(
+        self,
+        sequence: int,
+        x: Floats,
+        position: int,
+        wanted: NDArray[np.int64],
+        logits: Floats,
+        rows: NDArray[np.int64],
+    ) -> None:
+        a, n = self.a, len(x)
+        width = 1 if n == 1 else CHUNK
+        n_past = self._room(sequence, position + n)
+        session = self._graph(width, n_past)
+        feeds: dict[str, Floats] = {"x": np.pad(x, ((0, width - n), (0, 0)))[None]}
+        places = position + np.arange(width)
+        for i, rope in enumerate(self._ropes):
+            feeds[f"cos.{i}"], feeds[f"sin.{i}"] = rope_rows(rope, places)
+        for j, window in enumerate(self._windows):
+            feeds[f"mask.{j}"] = self._mask(width, n_past, position, window)
+        binding = session.io_binding()
+        for name, array in feeds.items():
+            binding.bind_ortvalue_input(name, _value(array))
+        outputs = self._outputs_of(width)
+        for i in range(a.n_layer):
+            binding.bind_ortvalue_input(f"k.{i}", _value(self.keys[sequence][i]))
+            binding.bind_ortvalue_input(f"v.{i}", _value(self.values[sequence][i]))
+        for name, array in outputs.items():
+            binding.bind_ortvalue_output(name, _value(array))
+        session.run_with_iobinding(binding)
+        for i in range(a.n_layer):
+            self.keys[sequence][i][:, :, position : position + n] = outputs[f"new_k.{i}"][:, :, :n]
+            self.values[sequence][i][:, position : position + n] = outputs[f"new_v.{i}"][:, :n]
+        if not len(rows):
+            return
+        if width == 1:
+            logits[rows] = outputs["logits"][0]
+            return
+        head = self._open("head", lambda: Head(a, self.folder.weights, self.device.provider.style).build())
+        for row, place in zip(rows, wanted, strict=True):
+            logits[row] = head.run(["logits"], {"hidden": outputs["hidden"][:, place : place + 1]})[0][0, 0]
+
+    def _outputs_of(self, n: int) -> dict[str, Floats]:
+        """Memory for what a step of n tokens gives."""
+        if n not in self._outputs:
+            a = self.a
+            shapes: dict[str, tuple[int, ...]] = {"hidden": (1, n, a.n_embd)}
+            if n == 1:
+                shapes = {"logits": (1, 1, a.n_vocab)}
+            for i in range(a.n_layer):
+                shapes[f"new_k.{i}"] = (a.n_head_kv, a.head_dim, n)
+                shapes[f"new_v.{i}"] = (a.n_head_kv, n, a.head_dim)
+            self._outputs[n] = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        return self._outputs[n]
+
+    def _mask(self, n: int, n_past: int, position: int, window: int) -> Floats:
+        """float32 (groups * n, n_past + n): 0 for what a query sees, HIDDEN for the rest."""
+        queries = position + np.arange(n)[:, None]
+        past = np.arange(n_past)[None]
+        keys = np.concatenate([np.where(past < position, past, 1 << 40), position + np.arange(n)[None]], axis=1)
+        distance = queries - keys
+        seen = (distance >= 0) & (distance < (window or 1 << 40))
+        return np.tile(np.where(seen, np.float32(0), np.float32(HIDDEN)), (self._groups, 1))
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self._room(target, length)
+        for old, new in zip(self.keys[source], self.keys[target], strict=True):
+            new[:, :, :length] = old[:, :, :length]
+        for old, new in zip(self.values[source], self.values[target], strict=True):
+            new[:, :length] = old[:, :length]
