@@ -10,6 +10,8 @@ import importlib
 import logging
 import re
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from os import fspath
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends import llama_check
+from edgert.backends import llama_check, llama_devices
 from edgert.backends.base import Backend, Batch, Verdict
 from edgert.devices import probe
 from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, ModelFileError, RequestError
@@ -31,7 +33,10 @@ log.addHandler(logging.NullHandler())
 
 INSTALL = "pip install 'edgert[gpu]'"
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "q4_0": 2}
+KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2, "iq4_nl": 20}
+KV_BITS = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8.5, "q5_1": 6, "q5_0": 5.5, "q4_1": 5, "q4_0": 4.5, "iq4_nl": 4.5}
+FITTING = -2  # of n_gpu_layers: as many as fit
+SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}
 
 # ggml's levels debug, info, warn, error; 5 continues the previous line. Its warnings are no failures.
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
@@ -127,6 +132,12 @@ class LlamaBackend(Backend):
         type_v: str = "f16",
         swa_full: bool = True,
         use_extra_bufts: bool | None = None,
+        n_gpu_layers: int = FITTING,
+        split_mode: str = "layer",
+        main_gpu: int = 0,
+        gpu_memory: int = 0,
+        rpc: Sequence[str] = (),
+        require: bool = False,
         requested: str = "llama",
     ) -> None:
         """Loads the model.
@@ -136,14 +147,23 @@ class LlamaBackend(Backend):
         n_threads:        threads for prefill and decode; None: what suits this machine
         n_batch:          most tokens of one forward; n_ubatch: of one pass over the layers
         flash_attn:       "on", "off", or "auto"
-        type_k, type_v:   how keys and values are cached: "f32", "f16", "q8_0", "q4_0"
+        type_k, type_v:   how keys and values are cached: a name of KV_TYPES
         swa_full:         whole cache for layers with a window, so that truncate reaches back any length
         use_extra_bufts:  let llama.cpp keep weights in layouts of its own (repack, AMX); None: those that work here
+        n_gpu_layers:     layers on GPUs, the head counts as one; -1: all; FITTING: as many as fit beside the cache
+        split_mode:       several GPUs share "layer" by layer, "row" by row, or "none": main_gpu runs all
+        gpu_memory:       bytes that may be taken of each GPU; 0: what is free
+        rpc:              host:port of llama.cpp's rpc-servers, whose devices count as GPUs
+        require:          raise when no GPU runs all that was asked for
 
         Raises: BackendUnavailableError, ModelFileError, DoesNotFitError; ValueError for a wrong option.
         """
-        if flash_attn not in FLASH_ATTENTION:
-            raise ValueError(f"flash_attn is {flash_attn!r}; it is one of {', '.join(FLASH_ATTENTION)}")
+        for name, value, known in (
+            ("flash_attn", flash_attn, FLASH_ATTENTION),
+            ("split_mode", split_mode, SPLIT_MODES),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; it is one of {', '.join(known)}")
         for name, value in (("cache_type_k", type_k), ("cache_type_v", type_v)):
             if value not in KV_TYPES:
                 raise RequestError(name, f"is {value!r}; the llama backend has {', '.join(KV_TYPES)}")
@@ -152,11 +172,23 @@ class LlamaBackend(Backend):
         self._context: Any = None
         self._llama = llama = library()
         path = _validated(model)
+        if rpc:
+            llama_devices.add_rpc_servers(llama, rpc)
+        bits = (KV_BITS[type_k] + KV_BITS[type_v]) / 2
+        offload = _Offload.plan(path, n_gpu_layers, gpu_memory, n_ctx, n_seq_max, bits / 8, n_ubatch)
+        if require and not offload.whole:
+            raise BackendUnavailableError(f"A GPU was required and {offload.why_not}: {offload.remedy}")
+        offload.split_mode, offload.main_gpu = SPLIT_MODES[split_mode], main_gpu
         _log.clear()
 
-        self._model = _load_model(path, use_extra_bufts)
+        self._model = _load_model(path, use_extra_bufts, offload)
         if not self._model:
             reason = _log.errors[-1] if _log.errors else "no reason in its log"
+            if offload.n_layers and re.search("alloc|memory", " ".join(_log.errors)):
+                raise DoesNotFitError(
+                    f"llama.cpp has no memory for {offload.n_layers} layers of {path} on {offload.device} ({reason}): "
+                    "choose a smaller -ngl, or leave it out."
+                )
             raise ModelFileError(f"llama.cpp does not load {path}: {reason}")
         self._vocab = llama.llama_model_get_vocab(self._model)
 
@@ -173,7 +205,7 @@ class LlamaBackend(Backend):
         options.swa_full = swa_full
         options.kv_unified = True
         options.no_perf = True
-        options.offload_kqv = False
+        options.offload_kqv = offload.n_layers > 0
         self._context = llama.llama_init_from_model(self._model, options)
         if not self._context:
             reason = _log.errors[-1] if _log.errors else "no reason in its log"
@@ -192,14 +224,15 @@ class LlamaBackend(Backend):
         self.verdict = Verdict(
             requested=requested,
             backend="llama",
-            device="CPU",
-            reason=f"llama-cpp-python {version()}, {n_threads} threads",
+            device=offload.device,
+            reason=f"llama-cpp-python {version()}, {n_threads} threads" + (f"; {offload.why}" if offload.why else ""),
             details={
                 "system_info": system_info(),
                 "flash_attn": flash_attn,
                 "n_ubatch": str(options.n_ubatch),
                 "type_k": type_k,
                 "type_v": type_v,
+                "n_gpu_layers": str(offload.n_layers),
                 "buffers": ", ".join(f"{where} {what} {size} MiB" for where, what, size in _buffers()),
                 **({"amx": "off: this build of llama.cpp fails with it"} if _amx in ("fails", "refused") else {}),
             },
@@ -395,12 +428,69 @@ def _buffers() -> list[tuple[str, str, str]]:
     return [match.groups() for line in _log.lines if (match := _BUFFER.search(line))]  # type: ignore[misc]
 
 
-def _load_model(path: str, use_extra_bufts: bool | None) -> Any:
+@dataclass
+class _Offload:
+    """Which layers go to GPUs, and the words for it.
+
+    total:    layers of the model and its head
+    why_not:  what keeps it from being whole
+    """
+
+    n_layers: int
+    total: int
+    device: str
+    why: str = ""
+    why_not: str = ""
+    remedy: str = ""
+    split_mode: int = 1
+    main_gpu: int = 0
+
+    @property
+    def whole(self) -> bool:
+        return 0 < self.total <= self.n_layers
+
+    @classmethod
+    def plan(
+        cls,
+        path: str,
+        wished: int,
+        gpu_memory: int,
+        n_ctx: int,
+        n_seq_max: int,
+        kv_bytes: float,
+        n_ubatch: int,
+    ) -> _Offload:
+        """What fits on the GPUs that this build sees."""
+        from edgert.quantize.architecture import describe
+        from edgert.quantize.gguf_file import GGUFFile
+
+        found = llama_devices.gpus()
+        if not found or wished == 0:
+            why_not = "llama.cpp sees none" if not found else "-ngl 0 keeps all layers on the CPU"
+            why = "no GPU in this build" if wished != 0 and wished != FITTING and not found else ""
+            remedy = llama_devices.BUILDS["nvidia"] if not found else "leave -ngl out"
+            return cls(0, 0, "CPU", why, why_not, remedy)
+        with GGUFFile.open(path) as file:
+            a = describe(file)
+            total = a.n_layer + 1
+            free = [min(gpu.memory_free, gpu_memory or gpu.memory_free) for gpu in found]
+            n_positions = (n_ctx or a.n_ctx_train) * n_seq_max
+            fit = llama_devices.layers_that_fit(file, a, free, n_positions, kv_bytes, n_ubatch)
+        n = fit if wished == FITTING else total if wished < 0 else min(wished, total)
+        names = ", ".join(f"{gpu.name} ({gpu.description})" for gpu in found)
+        room = ", ".join(f"{size >> 20} MiB" for size in free)
+        why = f"{n} of {total} layers on the GPU" + (f", {fit} fit into {room}" if fit < total or n != fit else "")
+        why_not = f"{n} of {total} layers fit into {room}"
+        return cls(n, total, names if n else "CPU", why, why_not, "choose a smaller -c/--ctx-size or model")
+
+
+def _load_model(path: str, use_extra_bufts: bool | None, offload: _Offload) -> Any:
     """llama.cpp's handle of the model, null when it cannot; AMX kernels that fail are kept from being chosen."""
     global _amx
     llama = library()
     params = llama.llama_model_default_params()
-    params.n_gpu_layers = 0
+    params.n_gpu_layers = offload.n_layers
+    params.split_mode, params.main_gpu = offload.split_mode, offload.main_gpu
     params.use_extra_bufts = use_extra_bufts is not False
 
     def load() -> Any:

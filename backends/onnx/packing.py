@@ -85,8 +85,9 @@ def _q5_0(block: Bytes) -> tuple[Bytes, Floats, None]:
 
 def _q5_1(block: Bytes) -> tuple[Bytes, Floats, Floats]:
     d = _half(block, 0)
-    codes = (_nibbles(block[:, 8:], 16) | _bits32(block[:, 4:8]) << 4) + np.uint8(112)
-    return codes, d, (_half(block, 2) + np.float32(16) * d).astype(np.float32, copy=False)
+    codes = (_nibbles(block[:, 8:], 16) | _bits32(block[:, 4:8]) << np.uint8(4)) + np.uint8(112)
+    rest = _half(block, 2) + np.float32(16) * d
+    return codes, d, rest
 
 
 def _q8_0(block: Bytes) -> tuple[Bytes, Floats, None]:

@@ -1,0 +1,129 @@
+"""The devices that an installed llama.cpp sees, by ggml's registry, and how many layers fit on them."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from edgert.errors import BackendUnavailableError
+
+if TYPE_CHECKING:
+    from edgert.quantize.architecture import Architecture
+    from edgert.quantize.gguf_file import GGUFFile
+
+KINDS = ("cpu", "gpu", "igpu", "accel")  # ggml_backend_dev_type
+RESERVE = 512 << 20  # bytes of a GPU left to its driver's context and to scratch memory
+GPU_BUILD = "CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python"
+BUILDS = {
+    "nvidia": f"{GPU_BUILD} llama-cpp-python",
+    "amd": f"{GPU_BUILD.replace('GGML_CUDA', 'GGML_HIP')} llama-cpp-python",
+    "intel": f"{GPU_BUILD.replace('GGML_CUDA', 'GGML_VULKAN')} llama-cpp-python",
+    "apple": f"{GPU_BUILD.replace('GGML_CUDA', 'GGML_METAL')} llama-cpp-python",
+}  # the command that builds llama.cpp for a maker's GPUs
+
+
+@dataclass(frozen=True)
+class LlamaDevice:
+    """A device of ggml's registry; memory in bytes."""
+
+    name: str
+    description: str
+    kind: str
+    memory_free: int
+    memory_total: int
+
+
+def _ggml() -> Any:
+    return importlib.import_module("llama_cpp._ggml").libggml
+
+
+def _function(library: Any, name: str, result: Any, *arguments: Any) -> Any:
+    function = getattr(library, name)
+    function.restype, function.argtypes = result, list(arguments)
+    return function
+
+
+def devices() -> list[LlamaDevice]:
+    """All devices of the installed build, processors included. llama.cpp must have been initialised."""
+    ggml = _ggml()
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    get = _function(ggml, "ggml_backend_dev_get", pointer, size)
+    name = _function(ggml, "ggml_backend_dev_name", ctypes.c_char_p, pointer)
+    describe = _function(ggml, "ggml_backend_dev_description", ctypes.c_char_p, pointer)
+    kind = _function(ggml, "ggml_backend_dev_type", ctypes.c_int, pointer)
+    memory = _function(ggml, "ggml_backend_dev_memory", None, pointer, ctypes.POINTER(size), ctypes.POINTER(size))
+    found = []
+    for i in range(_function(ggml, "ggml_backend_dev_count", size)()):
+        device, free, total = get(i), size(), size()
+        memory(device, ctypes.byref(free), ctypes.byref(total))
+        number = kind(device)
+        found.append(
+            LlamaDevice(
+                name(device).decode("utf-8", "replace"),
+                describe(device).decode("utf-8", "replace"),
+                KINDS[number] if number < len(KINDS) else "other",
+                free.value,
+                total.value,
+            )
+        )
+    return found
+
+
+def gpus() -> list[LlamaDevice]:
+    """The devices that layers can be given to."""
+    return [device for device in devices() if device.kind in ("gpu", "igpu")]
+
+
+def add_rpc_servers(llama: Any, endpoints: Sequence[str]) -> None:
+    """Makes devices of other machines, where llama.cpp's rpc-server runs, known to this process.
+
+    Raises: BackendUnavailableError when the installed build has no RPC, or a server does not answer.
+    """
+    if not llama.llama_supports_rpc():
+        raise BackendUnavailableError(
+            "The installed llama.cpp was built without RPC: "
+            f"{BUILDS['nvidia'].replace('-DGGML_CUDA=on', '-DGGML_RPC=on')}"
+        )
+    ggml, pointer = _ggml(), ctypes.c_void_p
+    registry = _function(ggml, "ggml_backend_reg_by_name", pointer, ctypes.c_char_p)(b"RPC")
+    address = _function(ggml, "ggml_backend_reg_get_proc_address", pointer, pointer, ctypes.c_char_p)(
+        registry, b"ggml_backend_rpc_add_server"
+    )
+    if not address:
+        raise BackendUnavailableError("The installed llama.cpp has no way to add RPC servers: install a newer one.")
+    add = ctypes.CFUNCTYPE(pointer, ctypes.c_char_p)(address)
+    register = _function(ggml, "ggml_backend_register", None, pointer)
+    for endpoint in endpoints:
+        server = add(endpoint.encode())
+        if not server:
+            raise BackendUnavailableError(f"No llama.cpp rpc-server answers at {endpoint}: start it there first.")
+        register(server)
+
+
+def layers_that_fit(
+    file: GGUFFile, a: Architecture, free: Sequence[int], n_positions: int, kv_bytes: float, n_ubatch: int
+) -> int:
+    """How many layers, counted from the last as llama.cpp does and the head as one more, fit on the GPUs.
+
+    free:      bytes on each GPU
+    kv_bytes:  of one element of the cache
+    """
+    head = "token_embd.weight" if a.tied_head else "output.weight"
+    buffers = 4 * n_ubatch * (a.n_vocab + 4 * a.n_embd + 2 * a.n_ff + 2 * a.n_head * a.head_dim)
+    kv = math.ceil(2 * a.n_head_kv * a.head_dim * n_positions * kv_bytes)
+    costs = [file.tensor(head).n_bytes]
+    for i in reversed(range(a.n_layer)):
+        costs.append(sum(file.tensor(name).n_bytes for name in a.layer_tensors(i)) + kv)
+    room = [max(0, one - RESERVE - buffers) for one in free]
+    n = 0
+    for cost in costs:  # each GPU takes whole layers
+        place = max(range(len(room)), key=room.__getitem__, default=None)
+        if place is None or room[place] < cost:
+            break
+        room[place] -= cost
+        n += 1
+    return n
