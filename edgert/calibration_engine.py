@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.backends.base import Batch, OnInput
+from edgert.backends.cpu.layouts import WINDOW
 from edgert.errors import ContextFullError, RequestError
 from edgert.quantize.gguf_file import GGUFFile, Model
 from edgert.quantize.source import Source, open_source
@@ -52,7 +53,16 @@ def open_engine(
         from edgert.backends.cpu.backend import CpuBackend
 
         tokenizer = Tokenizer.from_gguf(model)
-        backend = CpuBackend(model, n_ctx=n_ctx, n_threads=n_threads, weights_as=weights_as, progress=progress)
+        backend = CpuBackend(
+            model,
+            n_ctx=n_ctx,
+            n_threads=n_threads,
+            cache_type_k="f16",
+            cache_type_v="f16",
+            weights_as=weights_as,
+            tile_head=True,
+            progress=progress,
+        )
     except BaseException:
         if opened is not None:
             opened.close()
@@ -93,24 +103,24 @@ class CalibrationEngine:
             self._backend.observe(batch, on_input)
 
     def logits(self, tokens: Tokens, first: int = 0) -> NDArray[np.float32]:
-        out = np.empty((len(tokens) - first, self.n_vocab), np.float32)
-        done = 0
-        for batch in self._steps(tokens, first):
-            result = self._backend.forward(batch)
-            out[done : done + len(result)] = result
-            done += len(result)
-        return out
+        n, padding = len(tokens), -len(tokens) % WINDOW
+        if n + padding <= self.n_ctx:  # a whole window takes less time than the end of a text, token by token
+            tokens = np.pad(tokens, (0, padding))
+        steps = list(self._steps(tokens))
+        for batch in steps:
+            batch.wanted[:] = (batch.positions >= first) & (batch.positions < n)
+        if len(steps) == 1:
+            return self._backend.forward(steps[0])
+        return np.concatenate([self._backend.forward(batch).copy() for batch in steps])
 
-    def _steps(self, tokens: Tokens, first: int = 0) -> Iterator[Batch]:
-        """The steps of a text in an empty context, whose logits are wanted from token `first` on."""
+    def _steps(self, tokens: Tokens) -> Iterator[Batch]:
+        """The steps of a text in an empty context."""
         if len(tokens) > self.n_ctx:
             raise ContextFullError(len(tokens), self.n_ctx)
         self._backend.free(0)
         step = self._backend.n_batch
         for start in range(0, len(tokens), step):
-            batch = Batch.of(tokens[start : start + step].tolist(), start)
-            batch.wanted[:] = batch.positions >= first
-            yield batch
+            yield Batch.of(tokens[start : start + step].tolist(), start, wanted="all")
 
     def replace(self, name: str, values: NDArray[np.float32] | None) -> None:
         if values is None:

@@ -56,7 +56,10 @@ class Engine(Protocol):
         ...
 
     def logits(self, tokens: NDArray[np.int32], first: int = 0) -> NDArray[np.float32]:
-        """float32 (n - first, n_vocab): what the model says after each token from `first` on."""
+        """float32 (n - first, n_vocab): what the model says after each token from `first` on.
+
+        Valid until the next call.
+        """
         ...
 
     def replace(self, name: str, values: NDArray[np.float32] | None) -> None:

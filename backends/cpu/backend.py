@@ -18,6 +18,7 @@ from edgert.backends.cpu.graph import (
     N_NARROW,
     N_TOKENS,
     N_WANTED,
+    N_WANTED_TILED,
     N_WIDE,
     SPARE,
     Graph,
@@ -53,6 +54,8 @@ class CpuBackend(Backend):
     n_seq_max:  sequences that may be cached at once
     n_cached:   positions that all sequences together may have; 0: n_ctx for each
     cache_type_k, cache_type_v:  how keys and values are held: "f16", "q8_0", "q4_0"; None: what suits the model
+    tile_head:  whether many logits of a step are computed by tiles where processors have them: faster by far, but
+                a row's logits then differ in their rounding with how many others are wanted beside it
     weights_as: "f32", "f16" or "bf16": what all matrices are dequantized to; None: each keeps the file's type
     beside:     another backend that never runs at the same time: its threads serve this one as well, because the
                 idle ones of two teams would wait on the cores that the others need
@@ -72,6 +75,7 @@ class CpuBackend(Backend):
         cache_type_v: str | None = None,
         isa: str | None = None,
         weights_as: str | None = None,
+        tile_head: bool = False,
         beside: Backend | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -105,7 +109,7 @@ class CpuBackend(Backend):
             self._cache = PagedCache(
                 windows, a.n_head_kv, a.head_dim, n_seq_max, self.n_ctx, pages, self.n_batch, *types
             )
-            self._graph = Graph(a, weights, self._cache, self.isa, n_threads, self.n_batch)
+            self._graph = Graph(a, weights, self._cache, self.isa, n_threads, self.n_batch, tile_head)
             self._tapes: dict[Shape, Tape] = {}
             self._observed: dict[Shape, Tape] = {}
             self._one = self._graph.shape(0, 1, 1)
@@ -202,6 +206,7 @@ class CpuBackend(Backend):
         graph.wanted[:n_wanted] = rows
         header = graph.header
         header[N_TOKENS], header[N_WIDE], header[N_NARROW], header[N_WANTED] = n, n_wide, n - n_wide, n_wanted
+        header[N_WANTED_TILED] = graph.tiled(n_wanted)
         return graph.shape(n_wide, n - n_wide, n_wanted), n_wanted
 
     def step(self, token: int, sequence: int) -> NDArray[np.float32]:
@@ -237,10 +242,11 @@ class CpuBackend(Backend):
         return tapes[shape]
 
     def _room_for_logits(self, n_wanted: int) -> NDArray[np.float32]:
-        """float32 (n_wanted + SPARE, stride); kept from step to step while it is small."""
+        """float32 (n_wanted + SPARE or more, stride); kept from step to step while it is small, or as large."""
         columns = sum(matrix.n_panels * self.isa.lanes for matrix in self._graph.weights.output)
-        rows = n_wanted + SPARE
-        if len(self._logits) < rows or len(self._logits) > 4 * SPARE:
+        rows = max(n_wanted + SPARE, self._graph.tiled(n_wanted))
+        kept = len(self._logits)
+        if kept < rows or kept > max(4 * SPARE, rows):
             self._logits = aligned(rows * columns * 4).view(np.float32).reshape(rows, columns)
         return self._logits
 

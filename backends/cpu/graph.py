@@ -22,6 +22,7 @@ from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.layouts import (
     CHUNK,
     CODECS,
+    TILE_TOKENS,
     attention_scratch_bytes,
     partial_bytes,
     tile_scratch_bytes,
@@ -39,7 +40,7 @@ ARENA_BYTES = 8 << 20  # of buffers allocated at a time
 PRIVATE_ROWS = 4  # up to so many rows every thread prepares its own copy instead of meeting the others
 
 # Places in a step's header.
-N_TOKENS, N_WIDE, N_NARROW, N_WANTED, ZERO = range(5)
+N_TOKENS, N_WIDE, N_NARROW, N_WANTED, ZERO, N_WANTED_TILED = range(6)
 
 
 def width_for(n: int) -> int:
@@ -64,7 +65,7 @@ class Shape:
 
     wide: bool
     narrow: int  # width of the narrow rows' products, 0: none
-    wanted: int  # width of the head's product, 0: no logits
+    wanted: int  # width of the head's product, 0: no logits, TILE_TOKENS: by tiles
     private: bool
 
 
@@ -79,10 +80,12 @@ class Graph:
         isa: Isa,
         n_threads: int,
         n_batch: int,
+        tile_head: bool = False,
     ) -> None:
         a = architecture
         self.architecture, self.weights, self.cache, self.isa, self.n_threads = a, weights, cache, isa, n_threads
         self.tiles = isa.tiles and all(not CODECS[m.codec].is_float or m.codec == "bf16" for m in weights.matrices())
+        self.tile_head = self.tiles and tile_head
         rows = n_batch + SPARE
         arena = self.arena = Arena(ARENA_BYTES)
         self.header = arena.integers(8)
@@ -139,9 +142,13 @@ class Graph:
         return Shape(
             n_wide > 0,
             width_for(n_int8) if n_int8 else 0,
-            width_for(n_wanted) if n_wanted else 0,
+            TILE_TOKENS if self.tiled(n_wanted) else width_for(n_wanted) if n_wanted else 0,
             not n_wide and 0 < n_narrow <= PRIVATE_ROWS,
         )
+
+    def tiled(self, n_wanted: int) -> int:
+        """Rows that the head computes by tiles to give so many logits; 0: it takes the kernels of few tokens."""
+        return -(-n_wanted // TILE_TOKENS) * TILE_TOKENS if self.tile_head and n_wanted >= TILE_TOKENS else 0
 
     def ops(self, shape: Shape) -> list[Op]:
         """The ops of a step. Where the logits go is set by `set_logits`."""
@@ -194,7 +201,8 @@ class Graph:
         """Points the head's products at the rows of `logits`, float32 (n_wanted + SPARE, stride)."""
         column = 0
         for op, matrix in zip(ops[-len(self.weights.output) :], self.weights.output, strict=True):
-            op.arguments[3:5] = logits.ctypes.data + 4 * column, logits.strides[0]
+            place = 2 if op.reads is not None and op.reads.form == "tiles" else 3
+            op.arguments[place : place + 2] = logits.ctypes.data + 4 * column, logits.strides[0]
             column += matrix.n_rows
 
     def _groups(self, shape: Shape) -> list[Group]:
@@ -474,7 +482,8 @@ class Graph:
 
     def _head(self, shape: Shape) -> list[Op]:
         """The last norm and the logits of the wanted rows."""
-        wanted = Group(ZERO, N_WANTED, "int8", shape.wanted)
+        tiles = shape.wanted == TILE_TOKENS
+        wanted = Group(ZERO, N_WANTED, "tiles" if tiles else "int8", shape.wanted)
         weights = self.weights
         ops = [
             self._rows(
@@ -482,7 +491,13 @@ class Graph:
             )
             for form in self._forms_for(wanted, weights.output)
         ]
-        return ops + [self._one_product(wanted, matrix, 0, 0, "store") for matrix in weights.output]
+        rows = replace(wanted, count=N_WANTED_TILED) if tiles else wanted
+        for matrix in weights.output:
+            op = self._one_product(rows, matrix, 0, 0, "store")
+            assert op.reads is not None
+            op.reads = replace(op.reads, count=N_WANTED)
+            ops.append(op)
+        return ops
 
 
 def _form(matrix: Matrix) -> str:

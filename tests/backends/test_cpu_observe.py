@@ -186,3 +186,28 @@ def test_weights_held_as_f32_are_the_dequantized_ones(
     assert error(logits_of(open_cpu(path, weights_as="f32")), expected) < BOUNDS[Type.F32]
     with pytest.raises(ValueError, match="weights_as"):
         open_cpu(path, weights_as="q8_0")
+
+
+@pytest.mark.parametrize("n_wanted", [31, 32, 33, 64, 150])
+@pytest.mark.parametrize("quant", [Type.BF16, Type.Q4_0, Type.F32])
+@pytest.mark.parametrize("options", [{"tied": True}, ODD], ids=["even", "odd"])
+def test_many_logits_by_tiles(
+    n_wanted: int, quant: Type, options: dict[str, Any], tiny_model: Callable[..., Path], open_cpu: Open
+) -> None:
+    """Those of the reference, for scattered rows too, and again after a smaller step."""
+    path = tiny_model("llama", quant=quant, **options)
+    expected = Reference(path).logits(TOKENS)
+    backend = open_cpu(path, tile_head=True)
+    places = np.sort(np.random.default_rng(n_wanted).choice(LENGTH, n_wanted, replace=False))
+    batch = Batch.of(TOKENS, 0, wanted="none")
+    batch.wanted[places] = True
+    for _ in range(2):
+        backend.free(0)
+        logits = backend.forward(batch)
+        assert error(logits, expected[places]) < BOUNDS[quant]
+        backend.free(0)
+        assert error(backend.forward(Batch.of(TOKENS[:9], 0)), expected[8:9]) < 2 * BOUNDS[quant]
+    backend.free(0)
+    name = "token_embd.weight" if options.get("tied") else "output.weight"
+    head = observed(backend, batch)[name]
+    assert error(head, ObservedReference(path).inputs(TOKENS)[name][places]) < BOUNDS[quant]

@@ -101,9 +101,9 @@ def curvatures(engine: TwoLayers, chunks: Sequence[NDArray[np.int32]]) -> Callab
 
 def true_divergence(engine: TwoLayers, name: str, values: Floats) -> float:
     """In float64 over the whole vocabulary."""
-    own = np.concatenate([engine.logits(chunk, 128) for chunk in CHUNKS]).astype(np.float64)
+    own = np.concatenate([engine.logits(chunk, 128).copy() for chunk in CHUNKS]).astype(np.float64)
     engine.replace(name, values)
-    new = np.concatenate([engine.logits(chunk, 128) for chunk in CHUNKS]).astype(np.float64)
+    new = np.concatenate([engine.logits(chunk, 128).copy() for chunk in CHUNKS]).astype(np.float64)
     engine.replace(name, None)
     log_p = own - np.log(np.exp(own).sum(1, keepdims=True))
     log_q = new - np.log(np.exp(new).sum(1, keepdims=True))
