@@ -106,8 +106,8 @@ class Planner:
         if least > n_bytes:
             raise DoesNotFitError(
                 f"{self._source.path} cannot be made so small: in the smallest types its matrices take {least:,} "
-                f"bytes, and the budget leaves them {max(n_bytes, 0):,}. Give {least - n_bytes:,} bytes more, or name a mix "
-                "of smaller types (--type)."
+                f"bytes, and the budget leaves them {max(n_bytes, 0):,}. Give {least - n_bytes:,} bytes more, or name "
+                "a mix of smaller types (--type)."
             )
         return n_bytes
 

@@ -17,12 +17,15 @@ from reference import Reference, kl_divergence
 
 from edgert import backends
 from edgert.backends.base import Batch
-from edgert.backends.onnx import providers, runner, store
+from edgert.backends.onnx import providers, store
 from edgert.backends.onnx.packing import PACKINGS
 from edgert.backends.onnx.style import Style
 from edgert.errors import BackendUnavailableError, EdgertError, ModelFileError
 from edgert.quantize.formats import FORMATS
 
+runner = pytest.importorskip(
+    "edgert.backends.onnx.runner", exc_type=ImportError, reason="needs onnx and onnxruntime (pip install 'edgert[npu]')"
+)
 needs_onnx = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxruntime")),
     reason="onnx and onnxruntime are not installed (pip install 'edgert[npu]')",
