@@ -1,6 +1,6 @@
 """What edgert's llama backend does on this machine's GPUs: verdicts, parity, rates beside llama-bench, partial offload.
 
-    python tests/gpu/measure.py --models FOLDER --llama-bench PATH --out FOLDER [--layers 32] [--quick]
+    python tests/gpu/measure.py --models FOLDER --llama-bench PATH --out FOLDER [--layers 32]
 
 FOLDER holds GGUF files; a random 7B-shaped Q4_K llama is written there. Each step is reported as it ends, and a step
 that fails is reported and does not end the others. gpu.json and gpu.md hold everything.
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 POOL = 1 << 18  # random blocks that tensors are cut from
+SMALL = 16  # tokens of a step that stays where its layers are
 BLOCK = 144  # bytes of a Q4_K block of 256 weights
 
 
@@ -74,8 +75,7 @@ def write_random(path: Path, n_layer: int, n_embd: int, n_ff: int, n_head: int, 
         shapes |= {f"blk.{i}.{part}_norm.weight": (n_embd,) for part in ("attn", "ffn")}
     shapes |= {"output_norm.weight": (n_embd,), "output.weight": (n_vocab, n_embd)}
     kind = gguf.GGMLQuantizationType.Q4_K
-    for shape in shapes.items():
-        name, size = shape
+    for name, size in shapes.items():
         if len(size) == 1:
             writer.add_tensor_info(name, size, np.dtype(np.float32), 4 * size[0])
         else:
@@ -127,9 +127,11 @@ def rates(backend: Any, n_prompt: int, n_gen: int, repetitions: int = 3) -> dict
     return found
 
 
-def llama_bench(binary: Path, path: Path, n_prompt: int, n_gen: int, *flags: str) -> dict[str, float]:
+def llama_bench(binary: Path, path: Path, n_prompt: int, n_gen: int, *flags: Any) -> dict[str, float]:
     command = [binary, "-m", path, "-p", n_prompt, "-n", n_gen, "-r", 3, "-o", "json", "-fa", 1, *flags]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"llama-bench ended with {done.returncode}: {done.stderr.strip()[-400:]}")
     rows = json.loads(done.stdout)
     return {
         f"pp{row['n_prompt']}" if row["n_prompt"] else f"tg{row['n_gen']}": round(
@@ -167,7 +169,11 @@ def parity(path: Path, against: str, n: int = 96, **options: Any) -> dict[str, A
     ours = load(path, **options)
     other = load(path, against, **({"n_gpu_layers": 0} if against == "llama" else {}))
     tokens = np.random.default_rng(0).integers(0, ours.n_vocab, n).tolist()
-    a, b = (backend.forward(Batch.of(tokens, 0, wanted="all")).astype(np.float64) for backend in (ours, other))
+    a = ours.forward(Batch.of(tokens, 0, wanted="all")).astype(np.float64)
+    # llama.cpp gives the products of 32 tokens and more to a GPU even where the layers are the CPU's.
+    parts = range(0, n, SMALL)
+    rows = [other.forward(Batch.of(tokens[i : i + SMALL], i, wanted="all")).astype(np.float64) for i in parts]
+    b = np.concatenate(rows)
     a, b = (x - x.max(1, keepdims=True) for x in (a, b))
     p, q = (x - np.log(np.exp(x).sum(1, keepdims=True)) for x in (a, b))
     kl = (np.exp(q) * (q - p)).sum(1)
@@ -184,6 +190,7 @@ def parity(path: Path, against: str, n: int = 96, **options: Any) -> dict[str, A
 def partial(path: Path, limit_mib: int, binary: Path) -> dict[str, Any]:
     """A GPU of which only so much may be used: what is planned, what is taken, how fast that is."""
     from edgert.backends import llama_devices
+    from edgert.devices import probe
 
     before = sum(gpu.memory_free for gpu in llama_devices.gpus())
     backend = load(path, gpu_memory=limit_mib << 20, flash_attn="on")
@@ -192,13 +199,15 @@ def partial(path: Path, limit_mib: int, binary: Path) -> dict[str, Any]:
     found = rates(backend, 512, 64)
     verdict = str(backend.verdict)
     backend.close()
+    # Without layouts of its own (AMX among them) for the CPU's layers where our backend found that those fail.
+    flags = ["-t", probe.default_threads(), *(["--repack", 0] if "amx" in backend.verdict.details else [])]
     return {
         "limit_mib": limit_mib,
         "taken_mib": taken >> 20,
         "layers": layers,
         "verdict": verdict,
         "edgert": found,
-        "llama-bench": llama_bench(binary, path, 512, 64, "-ngl", layers),
+        "llama-bench": llama_bench(binary, path, 512, 64, "-ngl", layers, *flags),
     }
 
 
@@ -210,6 +219,10 @@ def markdown(results: dict[str, Any]) -> str:
                 other = result["llama-bench"].get(test)
                 ratio = f"{rate / other:.3f}" if other else ""
                 lines.append(f"| {name} | {test} | {rate} | {other} | {ratio} |")
+    lines += ["", "| what | same top token | mean KL | largest KL |", "|---|---:|---:|---:|"]
+    for name, result in results.items():
+        if isinstance(result, dict) and "kl_mean" in result:
+            lines.append(f"| {name} | {result['same_top']:.3f} | {result['kl_mean']:.2e} | {result['kl_max']:.2e} |")
     return "\n".join(lines)
 
 
@@ -248,8 +261,6 @@ def main(models: Path, binary: Path, out: Path, layers: int, n_embd: int, n_ff: 
         report.step(f"{path.stem}: parity with {engine}", lambda path=path, e=engine: parity(path, e, **one))
         if engine == "cpu":
             report.step(f"{path.stem}: parity with llama", lambda path=path: parity(path, "llama", **one))
-    size = large.stat().st_size >> 20
-    report.step("partial offload", lambda: partial(large, size // 2 + 1024, binary))
     for mode in ("layer", "row") if len(gpus) > 1 else ():
         options = {"split_mode": mode, "n_gpu_layers": -1}
         report.step(
@@ -257,6 +268,8 @@ def main(models: Path, binary: Path, out: Path, layers: int, n_embd: int, n_ff: 
             lambda o=options, m=mode: beside(binary, large, 512, 128, o, "-ngl", "99", "-sm", m),
         )
         report.step(f"{len(gpus)} GPUs, {mode} split: parity", lambda o=options: parity(large, "llama", **o))
+    size = large.stat().st_size >> 20
+    report.step("partial offload", lambda: partial(large, size // 2 + 1024, binary))
     (out / "gpu.md").write_text(markdown(report.results) + "\n")
     print(markdown(report.results))
 

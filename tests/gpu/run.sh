@@ -27,7 +27,7 @@ if [ ! -e "$work/built" ]; then
     start=$(date +%s)
     cmake -S "$work/source/vendor/llama.cpp" -B "$work/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_CUDA=ON \
         -DCMAKE_CUDA_ARCHITECTURES="$arch" -DBUILD_SHARED_LIBS=ON -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF \
-        -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF -DGGML_RPC=ON > "$work/cmake.log" 2>&1 ||
+        -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF -DGGML_RPC=ON -DGGML_CUDA_NCCL=OFF > "$work/cmake.log" 2>&1 ||
         { tail -30 "$work/cmake.log"; exit 1; }
     cmake --build "$work/build" --target llama-bench mtmd > "$work/build.log" 2>&1 ||
         cmake --build "$work/build" --target llama-bench >> "$work/build.log" 2>&1 ||
