@@ -18,7 +18,8 @@ from edgert.quantize.source_tensor import SourceTensor
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
-SLAB_BYTES = 1 << 24  # of float32 rows in work at a time
+SLAB_BYTES = 1 << 22  # of float32 rows in work at a time
+FEEDBACK_BYTES = 1 << 24  # where each slab is multiplied by a matrix of all columns
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class Inputs:
     held_out: Curvature | None = None
 
 
-def slabs(tensor: SourceTensor) -> Iterator[tuple[int, Floats]]:
+def slabs(tensor: SourceTensor, n_bytes: int = SLAB_BYTES) -> Iterator[tuple[int, Floats]]:
     """(index of the matrix, rows) of a tensor, a few rows of one matrix at a time."""
     rows_of_matrix = tensor.shape[-2] if len(tensor.shape) > 1 else 1
-    step = max(1, SLAB_BYTES // (4 * tensor.n_cols))
+    step = max(1, n_bytes // (4 * tensor.n_cols))
     for first in range(0, tensor.n_rows, rows_of_matrix):
         for start in range(first, first + rows_of_matrix, step):
             yield first // rows_of_matrix, tensor.rows(start, min(start + step, first + rows_of_matrix))
@@ -70,11 +71,11 @@ def _with_feedback(
     """Rounds with error feedback; and without, if there are held-out inputs to tell which errs less on them."""
     ways = {"feedback": partial(feedback.quantize, curvature=curvature, method="search", n_threads=n_threads)}
     if held_out is None:
-        return "feedback", (ways["feedback"](values, format) for _, values in slabs(tensor))
+        return "feedback", (ways["feedback"](values, format) for _, values in slabs(tensor, FEEDBACK_BYTES))
     ways["weighted"] = partial(rounding.quantize, importance=curvature.importance, n_threads=n_threads)
     found: dict[str, list[Bytes]] = {name: [] for name in ways}
     errors = dict.fromkeys(ways, 0.0)
-    for _, values in slabs(tensor):
+    for _, values in slabs(tensor, FEEDBACK_BYTES):
         for name, way in ways.items():
             data = way(values, format)
             found[name].append(data)

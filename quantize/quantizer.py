@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import resource
 import shutil
 import sys
@@ -29,6 +30,7 @@ from edgert.quantize.gguf_layout import plan as layout
 from edgert.quantize.gguf_value import Value
 from edgert.quantize.gguf_writer import Writer
 from edgert.quantize.imatrix import read_imatrix, write_imatrix
+from edgert.quantize.kernels_ahead import compile_ahead
 from edgert.quantize.planning import Loss, Plan, Planner
 from edgert.quantize.prior import Prior
 from edgert.quantize.progress import OnProgress, silent
@@ -132,6 +134,7 @@ class Quantizer:
     def run(self) -> Report:
         """Writes the file."""
         assert self.out is not None
+        _refuse_source(self.out, self.source)
         with self._resources:
             plan = self._plan()
             report = self._report(plan)
@@ -227,6 +230,7 @@ class Quantizer:
         if settings.budget.mix is not None:
             return self.planner.mixed(settings.budget.mix, calibrated=not settings.fast)
         self.planner.room(settings.budget, self._n_header(self.source.metadata))  # refuses before all measuring
+        self._compile(sorted({f.name for name in self.planner.open for f in self.planner.offered(name)}))
         plan = self.planner.allocated(self.planner.room(settings.budget, self._n_header(self._metadata)), self._loss())
         return replace(plan, predicted_loss=None) if self._guesses else plan
 
@@ -265,6 +269,15 @@ class Quantizer:
         found.save(path)
         return found.loss
 
+    def _compile(self, formats: Sequence[str]) -> None:
+        """Has the kernels at hand that round to these formats."""
+        if self._feeds_back:
+            ways: tuple[str, ...] = ("search", "feedback")
+        else:
+            ways = ("plain" if self._guesses and self.settings.fast else "search",)
+        jobs = [(name, way) for name in formats if name in GRIDS for way in ways]
+        compile_ahead(jobs, self.settings.n_threads, partial(self._progress, "compiling"))
+
     # The file.
 
     @property
@@ -292,6 +305,7 @@ class Quantizer:
         sizes = {name: math.prod(shape) for name, shape in report.shapes.items()}
         total, pending = sum(sizes.values()), list(writer.pending)
         done = total - sum(sizes[name] for name in pending)
+        self._compile(sorted({plan.types[name].name for name in pending}))
         for name in pending:
             self._progress("quantizing", name, done, total)
             tensor, format = self.source.tensors[name], plan.types[name]
@@ -340,6 +354,15 @@ class Quantizer:
             calibration_tokens=statistics.n_chunks * statistics.chunk_size if statistics else 0,
             predicted_kld=plan.predicted_loss,
         )
+
+
+def _refuse_source(out: Path, source: Source) -> None:
+    """Raises: RequestError when the result, or a part of it, would take the place of a file of the source."""
+    parts = re.compile(re.escape(out.stem) + r"-\d{5}-of-\d{5}\.gguf")
+    for file in source.files:
+        beside = file.resolve().parent == out.resolve().parent
+        if file.resolve() == out.resolve() or (beside and parts.fullmatch(file.name)):
+            raise RequestError("output", f"is {out}, and would replace {file}, which is read: choose another name")
 
 
 def _values(facts: Mapping[str, Any]) -> dict[str, Value]:

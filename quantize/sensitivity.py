@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ LARGE = 0.1
 MAX_GROUPS = 64
 SAMPLE_ROWS = 512  # of a tensor, whose errors stand for all
 N_LIKELY = 512  # tokens of a prediction that are compared one by one; the others count together
+PIECE_LOGITS = 1 << 20  # compared at a time
 VERSION = 1
 FLOATS = ("F32", "F16", "BF16")
 
@@ -197,23 +198,32 @@ class Baseline:
     def __init__(self, engine: Engine, chunks: Sequence[Tokens]) -> None:
         """Runs the chunks, int32 (n,) each; the second half of each is compared."""
         self._engine, self._chunks = engine, chunks
-        self._kept: list[tuple[NDArray[np.int64], Floats, Floats]] = []
+        self._kept: list[tuple[NDArray[np.int32], Floats, Floats]] = []
         for chunk in chunks:
-            log_p = log_softmax(engine.logits(chunk, len(chunk) // 2))
-            n_likely = min(N_LIKELY, log_p.shape[1] - 1)
-            likely = np.argpartition(log_p, -n_likely, axis=1)[:, -n_likely:]
-            top = np.take_along_axis(log_p, likely, axis=1)
-            self._kept.append((likely, top, _rest(top)))
+            for logits in _pieces(engine.logits(chunk, len(chunk) // 2)):
+                log_p = log_softmax(logits)
+                n_likely = min(N_LIKELY, log_p.shape[1] - 1)
+                likely = np.argpartition(log_p, -n_likely, axis=1)[:, -n_likely:].astype(np.int32)
+                top = np.take_along_axis(log_p, likely, axis=1)
+                self._kept.append((likely, top, _rest(top)))
         self.n_tokens = sum(len(top) for _, top, _ in self._kept)
 
     def divergence(self) -> float:
         """The mean KL divergence (base || model as it is now) of a token, in nats."""
-        total = 0.0
-        for chunk, (likely, log_p, rest_p) in zip(self._chunks, self._kept, strict=True):
-            log_q = np.take_along_axis(log_softmax(self._engine.logits(chunk, len(chunk) // 2)), likely, axis=1)
-            total += float((np.exp(log_p) * (log_p - log_q)).sum(dtype=np.float64))
-            total += float((rest_p * (np.log(rest_p) - np.log(_rest(log_q)))).sum(dtype=np.float64))
+        total, kept = 0.0, iter(self._kept)
+        for chunk in self._chunks:
+            for logits in _pieces(self._engine.logits(chunk, len(chunk) // 2)):
+                likely, log_p, rest_p = next(kept)
+                log_q = np.take_along_axis(log_softmax(logits), likely, axis=1)
+                total += float((np.exp(log_p) * (log_p - log_q)).sum(dtype=np.float64))
+                total += float((rest_p * (np.log(rest_p) - np.log(_rest(log_q)))).sum(dtype=np.float64))
         return total / self.n_tokens
+
+
+def _pieces(logits: Floats) -> Iterator[Floats]:
+    """A few rows at a time, so that what is worked out of them takes less memory than they do."""
+    step = max(1, PIECE_LOGITS // logits.shape[1])
+    return (logits[start : start + step] for start in range(0, len(logits), step))
 
 
 def _rest(log_likely: Floats) -> Floats:
@@ -253,14 +263,8 @@ def probe(
         error = 0.0
         try:
             for name in group:
-                values, curvature = tensors[name].rows(), curvatures(name)
-                if with_feedback:
-                    data = feedback.quantize(values, format, curvature, method="search", n_threads=n_threads)
-                else:
-                    data = rounding.quantize(values, format, curvature.importance, n_threads=n_threads)
-                rounded = format.dequantize(data)
-                whole = max(feedback.output_error(values, curvature.hessian), 1e-30)
-                error += feedback.output_error(rounded - values, curvature.hessian) / whole
+                rounded, relative = _rounded(tensors[name], format, curvatures(name), with_feedback, n_threads)
+                error += relative
                 engine.replace(name, rounded)
             kld = baseline.divergence()
         finally:
@@ -272,6 +276,24 @@ def probe(
         if on_probe:
             on_probe(i + 1, len(groups))
     return probes, baseline.n_tokens
+
+
+def _rounded(
+    tensor: SourceTensor, format: Format, curvature: Curvature, with_feedback: bool, n_threads: int
+) -> tuple[Floats, float]:
+    """A tensor's values as the format leaves them, and their relative output error."""
+    rounded = np.empty((tensor.n_rows, tensor.n_cols), np.float32)
+    error = whole = 0.0
+    for start, stop in tensor.slabs():
+        values = tensor.rows(start, stop)
+        if with_feedback:
+            data = feedback.quantize(values, format, curvature, method="search", n_threads=n_threads)
+        else:
+            data = rounding.quantize(values, format, curvature.importance, n_threads=n_threads)
+        rounded[start:stop] = format.dequantize(data)
+        whole += feedback.output_error(values, curvature.hessian)
+        error += feedback.output_error(rounded[start:stop] - values, curvature.hessian)
+    return rounded, error / max(whole, 1e-30)
 
 
 def factors_of(probes: Iterable[Probe]) -> dict[str, float]:

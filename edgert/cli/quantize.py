@@ -80,14 +80,19 @@ def command(source: str, output: Path | None, as_json: bool, **flags: Any) -> No
     if len(given) > 1:
         raise click.UsageError("--bpw, --size and --type each say how large the result may be: give one of them.")
     budget = budgets[given[0]] if given else None
-    with progress() as on_progress:
-        report = quantizer.quantize(
-            _source_path(source), output, budget=budget, progress=on_progress, **_python_names(flags)
-        )
+    try:
+        with progress() as on_progress:
+            report = quantizer.quantize(
+                source_path(source), output, budget=budget, progress=on_progress, **_python_names(flags)
+            )
+    except KeyboardInterrupt:
+        if not flags["dry_run"]:
+            click.echo("Stopped. The same command with --resume goes on from here.", err=True)
+        raise
     click.echo(json.dumps(report.as_dict(), indent=1) if as_json else as_text(report))
 
 
-def _source_path(source: str) -> Path:
+def source_path(source: str) -> Path:
     """A path as it is; else the file of a model by its name."""
     from edgert import store
 

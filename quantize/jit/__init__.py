@@ -17,6 +17,7 @@ from typing import Any
 
 import numba
 import platformdirs
+from llvmlite import binding
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ _IMPORT = re.compile(r"^\s*from (edgert\.quantize[\w.]*) import (\([^)]*\)|[^\n(
 
 
 @functools.cache
-def _sources(module: str) -> str:
+def sources(module: str) -> str:
     """A hash of a module's source and of all that it imports from this package; empty where they are not at hand."""
     found: dict[str, bytes] = {}
     left = [module]
@@ -47,6 +48,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("EDGERT_CACHE") or platformdirs.user_cache_dir("edgert")) / "quantize"
 
 
+def stamp(*modules: str) -> str:
+    """Changes with the sources of kernels in these loaded modules, with Numba and with the processor."""
+    parts = (numba.__version__, sys.version, binding.get_host_cpu_name(), *map(sources, modules))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
 class _Locator(_CacheLocator):
     def __init__(self, function: Any) -> None:
         self._module = function.__module__
@@ -60,7 +67,7 @@ class _Locator(_CacheLocator):
         return str(cache_folder())
 
     def get_source_stamp(self) -> tuple[str, str]:
-        return numba.__version__, _sources(self._module)
+        return numba.__version__, sources(self._module)
 
     def get_disambiguator(self) -> str:
         return self._module.removeprefix("edgert.quantize.")
@@ -102,7 +109,7 @@ def jit(name: str = "") -> Callable[[Callable[..., Any]], Any]:
         if name:
             function.__qualname__ = function.__name__ = name
         kernel = numba.njit(nogil=True, error_model="numpy")(function)
-        if _sources(function.__module__):  # else old code could meet new sources
+        if sources(function.__module__):  # else old code could meet new sources
             kernel._cache = _Cache(function)
         return kernel
 
