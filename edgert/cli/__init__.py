@@ -23,6 +23,7 @@ VERBS = {
     "show": "Show what a model is and what it costs.",
     "rm": "Delete a model.",
     "quantize": "Make a smaller model of a larger one.",
+    "prune": "Take layers out of a model (experimental).",
     "imatrix": "Find out which columns of a model's weights matter.",
     "sensitivity": "Measure which tensors of a model must keep many bits.",
     "perplexity": "Measure how well a model predicts a text.",
