@@ -1,0 +1,187 @@
+"""`edgert quantize` as a user runs it, on the shapes and values that other quantizers tripped over."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from checkpoints import logits_of, write_checkpoint
+from click.testing import CliRunner
+from gguf import GGMLQuantizationType as Type
+from llama_oracle import llama_cpp_logits
+from reference import Reference, kl_divergence
+
+from edgert import backends, cli
+from edgert.backends.base import Batch
+from edgert.cli.quantize import command
+from edgert.quantize.gguf_file import GGUFFile
+
+TOKENS = np.random.default_rng(3).integers(6, 370, 60).tolist()
+
+
+def run(*arguments: object) -> dict[str, Any]:
+    """The report of a run that succeeds."""
+    result = CliRunner().invoke(command, [*map(str, arguments), "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
+
+
+def ours(path: Path) -> np.ndarray:
+    with closing(backends.load(path, backend="cpu", n_ctx=128, n_threads=1)) as backend:
+        return backend.forward(Batch.of(TOKENS, 0, 0, "all")).copy()
+
+
+@pytest.mark.parametrize("hidden", [576, 640, 896])
+def test_widths_that_no_block_of_256_divides(hidden: int, tmp_path: Path):
+    """Fall-backs are told with what they cost, and both runtimes read the file as the quantizer meant it."""
+    write_checkpoint(
+        tmp_path / "hf", "llama-head", hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=1
+    )
+    out = tmp_path / "out.gguf"
+    report = run(tmp_path / "hf", "-o", out, "--fast", "--type", "q4_k_m", "-t", 1)
+    fallen = {row["tensor"]: row for row in report["fallbacks"]}
+    narrow = [name for name, shape in report["shapes"].items() if len(shape) == 2 and shape[1] % 256]
+    assert narrow and set(narrow) == set(fallen)
+    assert all(row["bits_added"] > 0 and "no blocks of 256" in row["reason"] for row in fallen.values())
+    reader = gguf.GGUFReader(out)
+    assert {tensor.name: tensor.tensor_type.name for tensor in reader.tensors} == report["types"]
+    expected = Reference(out).logits(TOKENS)
+    scale = np.abs(expected).max()
+    assert np.abs(ours(out) - expected).max() < 0.05 * scale
+    assert np.abs(llama_cpp_logits(out, TOKENS) - expected).max() < 0.05 * scale
+
+
+def test_rows_of_33_stay_floats(tmp_path: Path):
+    write_checkpoint(tmp_path / "hf", "llama-head", hidden_size=33, intermediate_size=66, num_hidden_layers=1)
+    out = tmp_path / "out.gguf"
+    report = run(tmp_path / "hf", "-o", out, "--fast", "--type", "q4_k_m", "-t", 1)
+    assert {report["types"][name] for name, shape in report["shapes"].items() if shape[-1] in (33, 66)} <= {
+        "F16",
+        "F32",
+    }
+    assert report["types"]["blk.0.attn_output.weight"] not in ("F16", "F32")  # 192 columns
+    np.testing.assert_allclose(llama_cpp_logits(out, TOKENS), Reference(out).logits(TOKENS), atol=0.2)
+
+
+@pytest.mark.parametrize("budget", ["q4_k_m", "q4_0", "iq4_nl", 6.5])
+def test_tensors_of_odd_shapes(tiny_model: Callable[..., Path], tmp_path: Path, budget: str | float):
+    """1, 14, 31, 32, 33 columns, vectors, four dimensions, no rows: kept, each as a type that fits it."""
+    from edgert.quantize import quantizer
+    from edgert.quantize.planning import Planner
+    from edgert.quantize.source import open_source
+
+    rng = np.random.default_rng(0)
+    shapes = {f"extra.w{n}.weight": (6, n) for n in (1, 14, 31, 32, 33)}
+    shapes |= {"extra.vector.weight": (14,), "extra.four.weight": (2, 3, 4, 32), "extra.stack.weight": (2, 4, 33)}
+    writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "llama")
+    with GGUFFile.open(tiny_model("llama", quant=Type.BF16)) as file:
+        for key, value in file.metadata.items():
+            if isinstance(value, int) and not isinstance(value, bool) and key.startswith("llama."):
+                writer.add_uint32(key, value)
+            elif isinstance(value, float):
+                writer.add_float32(key, value)
+        names = {name: tensor.dequantize() for name, tensor in file.tensors.items()}
+    for name, values in names.items():
+        writer.add_tensor(name, values)
+    for name, shape in shapes.items():
+        writer.add_tensor(name, rng.standard_normal(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    out = tmp_path / "out.gguf"
+    with open_source(tmp_path / "odd.gguf") as source:
+        assert set(shapes) <= set(Planner(source, quantizer.Pins()).floats().types)
+    flag = "--bpw" if isinstance(budget, float) else "--type"
+    report = run(tmp_path / "odd.gguf", "-o", out, "--fast", flag, budget, "-t", 1)
+    with GGUFFile.open(out) as file, GGUFFile.open(tmp_path / "odd.gguf") as before:
+        assert file.tensors.keys() == before.tensors.keys()
+        for name in shapes:
+            loose = 0.5 if report["types"][name] not in ("F32", "F16", "BF16") else 2e-3
+            difference = np.abs(file.tensors[name].dequantize() - before.tensors[name].dequantize()).max()
+            assert difference < loose, name
+
+
+def test_a_value_beyond_f16_never_becomes_infinite(tmp_path: Path):
+    model = write_checkpoint(tmp_path / "hf", "llama", dtype="bfloat16")
+    import torch
+
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 5] = 1e5
+    model.save_pretrained(tmp_path / "hf")
+    for kind in ("f16", "q4_k_m", "q8_0"):
+        out = tmp_path / f"{kind}.gguf"
+        report = run(tmp_path / "hf", "-o", out, "--fast", "--type", kind, "-t", 1)
+        with GGUFFile.open(out) as file:
+            for name, tensor in file.tensors.items():
+                assert np.isfinite(tensor.dequantize()).all(), (kind, name)
+            assert file.tensors["blk.1.ffn_down.weight"].dequantize()[3, 5] == pytest.approx(1e5, rel=0.05)
+        if kind == "f16":
+            assert report["types"]["blk.1.ffn_down.weight"] == "BF16"
+            assert any(row["tensor"] == "blk.1.ffn_down.weight" for row in report["fallbacks"])
+
+
+def test_gemma_from_checkpoint_to_eight_bits(tmp_path: Path):
+    """Norms by one more, scaled and tied tables: transformers' logits, as floats and rounded."""
+    expected = logits_of(write_checkpoint(tmp_path / "hf", "gemma3", tied=True), TOKENS)
+    for kind, divergence in (("f32", 1e-4), ("q8_0", 0.01), ("q5_1", 0.1)):
+        out = tmp_path / f"{kind}.gguf"
+        run(tmp_path / "hf", "-o", out, "--fast", "--type", kind, "-t", 1)
+        assert kl_divergence(expected, ours(out)).mean() < divergence, kind
+        assert len(set(ours(out).argmax(1).tolist())) > 5
+
+
+def test_calibration_with_widths_of_different_blocks(tmp_path: Path):
+    """Rows of 96, 160, 192 and 256 beside each other: every tensor near its source, whatever its blocks."""
+    write_checkpoint(tmp_path / "hf", "llama-head", intermediate_size=256)
+    text = tmp_path / "text.txt"
+    rng = random.Random(5)
+    text.write_text(" ".join("".join(rng.choices("the and world hello is in", k=6)) for _ in range(1500)))
+    out = tmp_path / "out.gguf"
+    report = run(tmp_path / "hf", "-o", out, "--calibration", text, "--type", "q4_k_m", "-t", 1, "--no-report")
+    run(tmp_path / "hf", "-o", tmp_path / "f32.gguf", "--fast", "--type", "f32")
+    assert {"Q4_K", "Q5_0"} <= set(report["types"].values())
+    with GGUFFile.open(out) as file, GGUFFile.open(tmp_path / "f32.gguf") as before:
+        for name, tensor in file.tensors.items():
+            true = before.tensors[name].dequantize()
+            error = np.square(tensor.dequantize() - true).mean() / np.square(true).mean()
+            assert error < (0.02 if len(tensor.shape) > 1 else 1e-12), (name, report["types"][name])
+
+
+def test_a_stop_by_the_user_says_how_to_go_on(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from edgert.quantize import encoding
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    source = tiny_model("llama", quant=Type.BF16)
+    monkeypatch.setattr(encoding, "encode", stop)
+    out = tmp_path / "out.gguf"
+    assert cli.run(["quantize", str(source), "-o", str(out), "--fast", "--type", "q8_0"]) == 130
+    assert "--resume" in capsys.readouterr().err
+    assert not out.exists()
+    monkeypatch.undo()
+    assert cli.run(["quantize", str(source), "-o", str(out), "--fast", "--type", "q8_0", "--resume"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
+
+
+def test_the_source_is_never_replaced(
+    tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    source = tmp_path / "m-00001-of-00002.gguf"
+    source.write_bytes(tiny_model("llama", quant=Type.BF16).read_bytes())
+    before = source.read_bytes()
+    for out in (source, tmp_path / "m.gguf"):  # the second could become shards of the source's name
+        assert cli.run(["quantize", str(source), "-o", str(out), "--fast", "--type", "q8_0"]) == 1
+        assert "would replace" in capsys.readouterr().err
+    assert source.read_bytes() == before
