@@ -22,6 +22,7 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLoca
 
 logger = logging.getLogger(__name__)
 
+PACKAGE = "edgert.quantize"
 _IMPORT = re.compile(r"^\s*from (edgert\.quantize[\w.]*) import (\([^)]*\)|[^\n(]*)", re.MULTILINE)
 
 
@@ -34,13 +35,22 @@ def sources(module: str) -> str:
         name = left.pop()
         if name in found:
             continue
-        path = getattr(sys.modules.get(name), "__file__", None)
-        found[name] = Path(path).read_bytes() if path and Path(path).is_file() else b""
+        found[name] = _source(name)
         for package, names in _IMPORT.findall(found[name].decode()):
             left += [package, *(f"{package}.{part}" for part in re.findall(r"\w+", names))]
     if not found[module]:  # a frozen application
         return ""
     return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()[:16]
+
+
+def _source(module: str) -> bytes:
+    """What a module of this package consists of, whether it is loaded or not: the hash must not depend on that.
+
+    The package itself counts for nothing: it names everything and makes no kernel.
+    """
+    path = Path(__file__).parents[1].joinpath(*module.removeprefix(PACKAGE).split(".")[1:])
+    files = (path / "__init__.py", path.with_suffix(".py"))
+    return b"" if module == PACKAGE else next((file.read_bytes() for file in files if file.is_file()), b"")
 
 
 def cache_folder() -> Path:

@@ -42,9 +42,8 @@ def ours(path: Path) -> np.ndarray:
 @pytest.mark.parametrize("hidden", [576, 640, 896])
 def test_widths_that_no_block_of_256_divides(hidden: int, tmp_path: Path):
     """Fall-backs are told with what they cost, and both runtimes read the file as the quantizer meant it."""
-    write_checkpoint(
-        tmp_path / "hf", "llama-head", hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=1
-    )
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_attention_heads": 4}
+    write_checkpoint(tmp_path / "hf", "llama-head", num_hidden_layers=1, **sizes)
     out = tmp_path / "out.gguf"
     report = run(tmp_path / "hf", "-o", out, "--fast", "--type", "q4_k_m", "-t", 1)
     fallen = {row["tensor"]: row for row in report["fallbacks"]}
@@ -60,14 +59,15 @@ def test_widths_that_no_block_of_256_divides(hidden: int, tmp_path: Path):
 
 
 def test_rows_of_33_stay_floats(tmp_path: Path):
-    write_checkpoint(tmp_path / "hf", "llama-head", hidden_size=33, intermediate_size=66, num_hidden_layers=1)
+    sizes = {"hidden_size": 33, "intermediate_size": 66, "num_attention_heads": 3, "num_key_value_heads": 1}
+    write_checkpoint(tmp_path / "hf", "llama-head", num_hidden_layers=1, **sizes)
     out = tmp_path / "out.gguf"
     report = run(tmp_path / "hf", "-o", out, "--fast", "--type", "q4_k_m", "-t", 1)
     assert {report["types"][name] for name, shape in report["shapes"].items() if shape[-1] in (33, 66)} <= {
         "F16",
         "F32",
     }
-    assert report["types"]["blk.0.attn_output.weight"] not in ("F16", "F32")  # 192 columns
+    assert report["types"]["blk.0.attn_output.weight"] not in ("F16", "F32")  # 96 columns
     np.testing.assert_allclose(llama_cpp_logits(out, TOKENS), Reference(out).logits(TOKENS), atol=0.2)
 
 
@@ -185,3 +185,31 @@ def test_the_source_is_never_replaced(
         assert cli.run(["quantize", str(source), "-o", str(out), "--fast", "--type", "q8_0"]) == 1
         assert "would replace" in capsys.readouterr().err
     assert source.read_bytes() == before
+
+
+def test_resuming_measures_nothing_again(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Stopped when all was measured and nothing written; what goes on may neither calibrate nor probe."""
+    from edgert.quantize import calibration, encoding, sensitivity
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def passes(engine: object, chunks: object, names: set[str], *_: object) -> list[object]:
+        assert not names
+        return []
+
+    text, out = tmp_path / "text.txt", tmp_path / "out.gguf"
+    rng = random.Random(5)
+    text.write_text(" ".join("".join(rng.choices("the and world hello is in", k=6)) for _ in range(1500)))
+    source = tiny_model("llama", quant=Type.BF16)
+    command_line = ["quantize", str(source), "-o", str(out), "--bpw", "6", "--calibration", str(text), "--no-report"]
+    monkeypatch.setattr(encoding, "encode", stop)
+    assert cli.run([*command_line, "-t", "1"]) == 130
+    monkeypatch.undo()
+    for module, name in ((calibration, "calibrate"), (sensitivity, "measure")):
+        monkeypatch.setattr(module, name, stop)
+    monkeypatch.setattr(calibration, "hessian_passes", passes)
+    assert cli.run([*command_line, "-t", "1", "--resume"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf", "text.txt"]
