@@ -9,7 +9,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
@@ -230,7 +230,6 @@ class Quantizer:
         if settings.budget.mix is not None:
             return self.planner.mixed(settings.budget.mix, calibrated=not settings.fast)
         self.planner.room(settings.budget, self._n_header(self.source.metadata))  # refuses before all measuring
-        self._compile(sorted({f.name for name in self.planner.open for f in self.planner.offered(name)}))
         plan = self.planner.allocated(self.planner.room(settings.budget, self._n_header(self._metadata)), self._loss())
         return replace(plan, predicted_loss=None) if self._guesses else plan
 
@@ -247,11 +246,14 @@ class Quantizer:
         settings = self.settings
         if settings.sensitivity is not None:
             return Sensitivity.load(settings.sensitivity).loss
+        possible = {format.name for name in self.planner.open for format in self.planner.offered(name)}
         if self._guesses:
+            self._compile(possible, plain=True)
             return Prior(self.source, settings.n_threads).loss
         path = self._work / "sensitivity.json"
         if settings.resume and path.exists():
             return Sensitivity.load(path).loss
+        self._compile(possible, plain=False)
         curvatures, held_out = self._curvatures
         matrices = {name: self.source.tensors[name] for name in self.planner.open}
         found = sensitivity.measure(
@@ -269,13 +271,10 @@ class Quantizer:
         found.save(path)
         return found.loss
 
-    def _compile(self, formats: Sequence[str]) -> None:
-        """Has the kernels at hand that round to these formats."""
-        if self._feeds_back:
-            ways: tuple[str, ...] = ("search", "feedback")
-        else:
-            ways = ("plain" if self._guesses and self.settings.fast else "search",)
-        jobs = [(name, way) for name in formats if name in GRIDS for way in ways]
+    def _compile(self, formats: Iterable[str], plain: bool) -> None:
+        """Has the kernels at hand that round to these formats, by the weights alone or by all that is known."""
+        ways = ("plain",) if plain else ("search", "feedback") if self._feeds_back else ("search",)
+        jobs = [(name, way) for name in sorted(set(formats)) if name in GRIDS for way in ways]
         compile_ahead(jobs, self.settings.n_threads, partial(self._progress, "compiling"))
 
     # The file.
@@ -305,7 +304,7 @@ class Quantizer:
         sizes = {name: math.prod(shape) for name, shape in report.shapes.items()}
         total, pending = sum(sizes.values()), list(writer.pending)
         done = total - sum(sizes[name] for name in pending)
-        self._compile(sorted({plan.types[name].name for name in pending}))
+        self._compile((plan.types[name].name for name in pending), plain=self.settings.fast)
         for name in pending:
             self._progress("quantizing", name, done, total)
             tensor, format = self.source.tensors[name], plan.types[name]
