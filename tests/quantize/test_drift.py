@@ -21,6 +21,9 @@ pytest.importorskip("tokenizers", reason="it reads tokenizer.json: pip install t
 pytestmark = pytest.mark.slow
 
 N_CTX = 2048
+# Measured by quarters: 0.078, 0.077, 0.064, 0.066 in the conversation, 0.028, 0.019, 0.022, 0.023 in the log book.
+LARGEST = 0.15
+WORSE = 1.5  # times the first quarter's divergence that the last one may have
 # What is asked, the tool, its arguments, its result, and what is answered.
 ROUNDS = [
     ("Is it raining in Lisbon right now?", "weather", {"city": "Lisbon"}, {"sky": "clear", "degrees": 24},
@@ -134,15 +137,13 @@ def test_twenty_rounds_with_tools_do_not_drift(engines: tuple[Engine, Engine]):
     tokens = conversation(engines[0])
     assert 1500 < len(tokens) < N_CTX
     found = quarters(*engines, tokens)
-    print(len(tokens), found)
-    assert found[-1].kld < 1.5 * found[0].kld
-    assert all(quarter.kld < 0.5 and quarter.same_top > 0.7 for quarter in found)
+    assert found[-1].kld < WORSE * found[0].kld
+    assert all(quarter.kld < LARGEST and quarter.same_top > 0.8 for quarter in found)
 
 
 def test_a_prompt_as_long_as_the_context_does_not_drift(engines: tuple[Engine, Engine]):
     tokens = engines[0].tokenize(log_book(seed=2, n_days=80))[: N_CTX - 8]
     assert len(tokens) == N_CTX - 8
     found = quarters(*engines, tokens)
-    print(len(tokens), found)
-    assert found[-1].kld < 1.5 * found[0].kld
-    assert all(quarter.kld < 0.5 and quarter.same_top > 0.7 for quarter in found)
+    assert found[-1].kld < WORSE * found[0].kld
+    assert all(quarter.kld < LARGEST and quarter.same_top > 0.8 for quarter in found)
