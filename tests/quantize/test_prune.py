@@ -45,7 +45,7 @@ def test_the_file_is_the_model_with_its_layers_bypassed(source: Path, text: Path
         shapes = {}
         with GGUFFile.open(source) as file:
             shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-        untouched = engine.logits(TOKENS)
+        untouched = engine.logits(TOKENS).copy()  # valid until the next call
         for layer in result.removed:
             for name in OUTPUTS:
                 engine.replace(f"blk.{layer}.{name}", np.zeros(shapes[f"blk.{layer}.{name}"], np.float32))
