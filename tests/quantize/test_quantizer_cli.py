@@ -73,7 +73,7 @@ def test_rows_of_33_stay_floats(tmp_path: Path):
 
 @pytest.mark.parametrize("budget", ["q4_k_m", "q4_0", "iq4_nl", 6.5])
 def test_tensors_of_odd_shapes(tiny_model: Callable[..., Path], tmp_path: Path, budget: str | float):
-    """1, 14, 31, 32, 33 columns, vectors, four dimensions, no rows: kept, each as a type that fits it."""
+    """1, 14, 31, 32, 33 columns, vectors, three and four dimensions: kept, each as a type that fits it."""
     from edgert.quantize import quantizer
     from edgert.quantize.planning import Planner
     from edgert.quantize.source import open_source
