@@ -65,9 +65,9 @@ def load(
     sampling:         defaults of this model's requests, over those that the file recommends
     chat_template:    a Jinja template in place of the file's
     draft:            a small model of the same vocabulary that guesses tokens, which this one checks; None: the one
-                      that comes with edgert for this model, if any
+                      that was made for this model, if it lies beside it
     spec:             which guesses are tried: "draft", "ngram" (what was already said), "auto" (both take turns, as
-                      it pays), "off"; the replies are the same with all of them
+                      it pays), "off"; the replies are the same with all of them; None: "auto" with a draft, else "off"
     spec_max:         most tokens guessed for a step; None: 15, of which as many are guessed as pay
     spec_min:         tokens always guessed, whether it pays or not
     spec_p_min:       the draft's tokens below this probability are not guessed

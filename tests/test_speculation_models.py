@@ -75,13 +75,13 @@ def test_the_catalogues_draft_is_found_beside_the_model(tiny_model: Tiny, tmp_pa
     target.write_bytes(source.read_bytes())
     (tmp_path / entry.draft).write_bytes(tiny_model("llama", seed=3).read_bytes())
     assert loading.find_made_for(target) == tmp_path / entry.draft
-    with edgert.load(target) as model:
+    with edgert.load(target, spec="auto") as model:
         assert model.speculator is not None and model.speculator.model is not None
     for spec, expected in (("off", None), ("ngram", None)):
         with edgert.load(target, spec=spec) as model:
             assert getattr(model.speculator, "model", None) is expected
     (tmp_path / entry.draft).write_bytes(tiny_model("llama", n_vocab=400).read_bytes())
-    with edgert.load(target) as model:  # it was not asked for: the model goes without
+    with edgert.load(target, spec="auto") as model:  # it was not asked for: the model goes without
         assert model.speculator is not None and model.speculator.model is None
 
 

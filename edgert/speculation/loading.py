@@ -31,7 +31,8 @@ MOST = 62  # tokens guessed in a step; with more, the cpu backend would compute 
 class Settings:
     """How a model is to speculate.
 
-    kind:   "draft": with a small model; "ngram": with what was already said; "auto": both take turns; "off"
+    kind:   "draft": with a small model; "ngram": with what was already said; "auto": both take turns; "off";
+            None: "auto" where a draft is named, else "off"
     draft:  a path or name of the small model; None: the one made for this model, where there is one
     most:   tokens guessed in a step; least: tokens always guessed, paying or not
     p_min:  the draft's tokens below this probability are not guessed
@@ -39,14 +40,14 @@ class Settings:
     Raises: RequestError naming the argument of `load`.
     """
 
-    kind: str = "auto"
+    kind: str | None = None
     draft: str | os.PathLike[str] | None = None
     most: int = SPEC_MAX
     least: int = 0
     p_min: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind is not None and self.kind not in KINDS:
             raise RequestError("spec", f"must be one of {', '.join(KINDS)}, not {self.kind!r}")
         integer("spec_max", self.most, 1, MOST)
         integer("spec_min", self.least, 0, self.most)
@@ -65,7 +66,7 @@ def speculator(
 
     Raises: EdgertError when a draft that was asked for cannot serve.
     """
-    kind = settings.kind
+    kind = settings.kind or ("off" if settings.draft is None else "auto")
     if kind == "off":
         return None
     model = None

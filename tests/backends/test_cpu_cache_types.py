@@ -20,6 +20,8 @@ from edgert.errors import RequestError
 
 FORCED = os.environ.get("EDGERT_ISA")
 ISAS = [FORCED] if FORCED else isa.available()
+# Compiling all of it for every instruction set takes minutes: the fastest one at once, the others in the slow tests.
+EACH_ISA = [pytest.param(name, marks=[pytest.mark.slow] if i else []) for i, name in enumerate(ISAS)]
 LENGTH = 150
 TOKENS = np.random.default_rng(11).integers(0, 384, LENGTH).tolist()
 OTHERS = np.random.default_rng(12).integers(0, 384, LENGTH).tolist()
@@ -82,7 +84,7 @@ def check(backend: Backend, path: Path, k: str, v: str) -> None:
 
 
 @pytest.mark.parametrize("types", PAIRS, ids="-".join)
-@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("name", EACH_ISA)
 def test_types(name: str, types: tuple[str, str], tiny_model: Callable[..., Path], open_cpu: Open) -> None:
     path = tiny_model("llama", quant=Type.F32)
     check(open_cpu(path, *types, name), path, *types)
@@ -90,7 +92,7 @@ def test_types(name: str, types: tuple[str, str], tiny_model: Callable[..., Path
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("name", EACH_ISA)
 def test_shapes(name: str, shape: str, kind: str, tiny_model: Callable[..., Path], open_cpu: Open) -> None:
     family, options = SHAPES[shape]
     path = tiny_model(family, quant=Type.F32, **options)
