@@ -98,7 +98,12 @@ def test_replies_on_the_engine_are_those_of_plain_decoding(
     parameters = {**parameters, "max_tokens": 80, "ignore_eos": True}
     with edgert.load(target, spec="off") as model:
         expected = model.generate(PROMPT, **parameters).tokens
-    for arguments in ({"draft": draft}, {"draft": target}, {"draft": target, "spec_min": 5, "spec_max": 5}, {}):
+    for arguments in (
+        {"draft": draft},
+        {"draft": target},
+        {"draft": target, "spec_min": 5, "spec_max": 5},
+        {"spec": "ngram"},
+    ):
         with edgert.load(target, **arguments) as model:  # type: ignore[arg-type]
             reply = model.generate(PROMPT, **parameters)
             assert reply.tokens == expected
