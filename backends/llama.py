@@ -5,6 +5,7 @@ The package is an extra (`edgert[gpu]`); importing this module does not load it,
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import logging
@@ -83,6 +84,10 @@ def library() -> ModuleType:
     """
     global _library, _callback
     if _library is None:
+        if sys.platform == "linux":
+            # A CUDA build carries pieces of another libstdc++, which its regular expressions must not meet: SIGSEGV.
+            with contextlib.suppress(OSError):
+                ctypes.CDLL("libstdc++.so.6", mode=ctypes.RTLD_GLOBAL)
         try:
             module = importlib.import_module("llama_cpp.llama_cpp")
         except ModuleNotFoundError as error:
