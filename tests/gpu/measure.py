@@ -163,7 +163,7 @@ def beside(binary: Path, path: Path, n_prompt: int, n_gen: int, options: dict[st
 
 
 def parity(path: Path, against: str, n: int = 96, **options: Any) -> dict[str, Any]:
-    """Top tokens and KL divergence against another engine, on tokens that a model would read."""
+    """Top tokens and KL divergence against another engine, on random tokens: they differ less on text."""
     from edgert.backends.base import Batch
 
     ours = load(path, **options)
