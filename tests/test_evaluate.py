@@ -232,5 +232,5 @@ def test_text_that_is_not_utf8_is_named(tiny_model: Callable[..., Path], tmp_pat
     text = tmp_path / "text.txt"
     text.write_bytes(b"Hello \xff world")
     run = CliRunner().invoke(command, ["-m", str(tiny_model("llama")), "-f", str(text)])
-    assert run.exit_code == 2
-    assert "not UTF-8 (byte 6)" in run.output
+    assert run.exit_code == 1
+    assert "not UTF-8 at byte 6" in str(run.exception)
