@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from edgert.quantize.divergence import Evaluation, Tally
 from edgert.quantize.engine import Engine
 
-STEP_LOGITS = 1 << 24  # logits held at a time
-
 
 def compare(
     base: Engine,

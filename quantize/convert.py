@@ -6,11 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from edgert.errors import UnsupportedFormatError
-from edgert.quantize.formats import FORMATS, Format
+from edgert.quantize import rounding
+from edgert.quantize.formats import FORMATS
 from edgert.quantize.gguf_value import Value
 from edgert.quantize.gguf_writer import Writer
 from edgert.quantize.source import Source, open_source
@@ -78,7 +76,7 @@ def convert(
         for name in writer.pending:
             tensor = source.tensors[name]
             for start, stop in tensor.slabs():
-                writer.write(name, encode(tensor.rows(start, stop), kinds[name]))
+                writer.write(name, rounding.quantize(tensor.rows(start, stop), kinds[name]))
                 if progress:
                     progress(writer.n_written, writer.n_bytes)
     return Conversion(writer.paths, writer.n_bytes, tuple(wider), tuple(source.skipped), tuple(source.notices))
@@ -95,15 +93,3 @@ def fits_f16(tensor: SourceTensor) -> bool:
         return True
     slabs = (tensor.rows(start, stop) for start, stop in tensor.slabs())
     return all(max(-values.min(), values.max()) < _F16_MAX for values in slabs)
-
-
-def encode(values: NDArray[np.float32], format: Format) -> NDArray[np.uint8]:
-    """float32 (n, n_cols) -> uint8 (n, row_bytes) of F32, F16 or BF16, rounded to the nearest, ties to even."""
-    if format.name == "F32":
-        stored = np.ascontiguousarray(values)
-    elif format.name == "F16":
-        stored = values.astype(np.float16)
-    else:
-        bits = np.ascontiguousarray(values).view(np.uint32)
-        stored = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    return stored.view(np.uint8).reshape(len(values), -1)

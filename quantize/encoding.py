@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.quantize import convert, feedback, grid, rounding
+from edgert.quantize import feedback, grid, rounding
 from edgert.quantize.feedback import Curvature
 from edgert.quantize.formats import Format
 from edgert.quantize.rounding import GRIDS
@@ -48,7 +48,7 @@ def slabs(tensor: SourceTensor, n_bytes: int = SLAB_BYTES) -> Iterator[tuple[int
 def encode(tensor: SourceTensor, format: Format, inputs: Inputs, n_threads: int) -> tuple[str, Iterator[Bytes]]:
     """The method taken, one of report.METHODS, and the tensor's bytes in pieces, uint8 (rows, row_bytes) each."""
     if format.name not in GRIDS:
-        return "float", (convert.encode(values, format) for _, values in slabs(tensor))
+        return "float", (rounding.quantize(values, format) for _, values in slabs(tensor))
     if format.name == "Q4_0" and grid.lies_on_q4_0(values for _, values in slabs(tensor)):
         return "grid", (
             grid.encode(values, rounding.quantize(values, format, n_threads=n_threads)) for _, values in slabs(tensor)

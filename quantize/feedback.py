@@ -127,44 +127,6 @@ def output_error(difference: Floats, hessian: Floats) -> float:
     return total
 
 
-@dataclass(frozen=True)
-class Rounded:
-    """A tensor's blocks, uint8 (rows, row_bytes), how they were chosen, and their output error on held-out inputs."""
-
-    data: NDArray[np.uint8]
-    method: str
-    error: float
-
-
-def best(
-    values: Floats,
-    format: Format | str,
-    curvature: Curvature,
-    held_out: Curvature,
-    importance: Floats | None = None,
-    *,
-    method: str = "search",
-    n_threads: int = 1,
-) -> Rounded:
-    """Error feedback where it helps: the lower output error on inputs that calibration did not see decides.
-
-    curvature, held_out: of two parts of the calibration text
-    Raises: as quantize() and rounding.quantize().
-    """
-    from edgert.quantize import rounding
-
-    target = FORMATS[grid_of(format).name]
-    weights = curvature.importance if importance is None else importance
-    found = []
-    for name in ("feedback", method):
-        if name == "feedback":
-            data = quantize(values, target, curvature, weights, method=method, n_threads=n_threads)
-        else:
-            data = rounding.quantize(values, target, weights, method=method, n_threads=n_threads)
-        found.append(Rounded(data, name, error_of(data, target, values, held_out)))
-    return min(found, key=lambda one: one.error)
-
-
 def error_of(data: NDArray[np.uint8], format: Format, values: Floats, curvature: Curvature) -> float:
     """The output error of blocks, as output_error() has it, in the scale of the inputs."""
     total = 0.0

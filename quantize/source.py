@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from edgert.errors import UnsupportedFormatError
 from edgert.quantize.architecture import Architecture, describe
 from edgert.quantize.gguf_file import GGUFFile, Metadata, Model, Tensor
-from edgert.quantize.gguf_metadata import read_metadata
 from edgert.quantize.gguf_value import Kind, Value
 from edgert.quantize.source_tensor import SourceTensor
 
@@ -157,3 +156,12 @@ def _open_gguf(path: Path) -> Source:
         tensors = [_GGUFTensor(tensor) for tensor in file.tensors.values()]
         return Source(path, read_metadata(file), tensors, files=file.paths, close=stack.pop_all())
     raise AssertionError  # the stack suppresses nothing
+
+
+def read_metadata(file: GGUFFile) -> dict[str, Value]:
+    """All keys with their exact types, in the order of the file."""
+    metadata = {}
+    for key in file.metadata:
+        kind, data = file.raw_value(key)
+        metadata[key] = Value(Kind(kind), data)
+    return metadata

@@ -30,7 +30,7 @@ class Provider:
 
     name:       how `device` names it: "openvino", or with a kind of device, "openvino:npu"
     ep:         ONNX Runtime's name
-    library:    a module whose get_library_path() is a plug-in to register, "" when it is built in
+    plugin:     a module whose get_library_path() is a plug-in to register, "" when it is built in
     install:    the command that brings it
     kinds:      devices that it may run on, the first is taken when none is named
     simulated:  what a kind is called when it is no such processor
@@ -44,7 +44,7 @@ class Provider:
     style: Style
     install: str
     kinds: tuple[str, ...]
-    library: str = ""
+    plugin: str = ""
     simulated: dict[str, str] = field(default_factory=dict)
     options: dict[str, dict[str, str]] = field(default_factory=dict)
     blobs: bool = False
@@ -73,7 +73,7 @@ PROVIDERS: dict[str, Provider] = {
             Style(accuracy_level=0),
             "pip install onnx onnxruntime onnxruntime-qnn",
             ("npu", "simulator"),
-            library="onnxruntime_qnn",
+            plugin="onnxruntime_qnn",
             simulated={"simulator": "Qualcomm's HTP simulator on the CPU, no NPU"},
             options={
                 "npu": {"backend_type": "htp", "htp_performance_mode": "burst"},
@@ -176,7 +176,7 @@ def _devices_of(ort: ModuleType, provider: Provider) -> list[Device]:
     version = str(ort.__version__)
     if provider.ep == CPU:
         return [Device(provider, "cpu", version=version)]
-    if provider.library:
+    if provider.plugin:
         try:
             version, found = _plugin(ort, provider)
         except BackendUnavailableError as error:
@@ -208,16 +208,16 @@ def _openvino_devices() -> set[str]:
 def _plugin(ort: ModuleType, provider: Provider) -> tuple[str, set[str]]:
     """Registers a provider's library: its version, and the kinds of devices that it finds."""
     try:
-        module = importlib.import_module(provider.library)
+        module = importlib.import_module(provider.plugin)
     except ImportError as error:
-        raise BackendUnavailableError(f"the package {provider.library} is not installed") from error
+        raise BackendUnavailableError(f"the package {provider.plugin} is not installed") from error
     if not _plugin_devices(ort, provider):
         try:
             ort.register_execution_provider_library(provider.ep, module.get_library_path())
         except Exception as error:  # ONNX Runtime has an exception of its own for each status
             raise BackendUnavailableError(f"its library does not load ({_first_line(error)})") from error
     kinds = {device.device.type.name for device in _plugin_devices(ort, provider)}
-    return f"{ort.__version__}, {provider.library} {getattr(module, '__version__', '?')}", kinds
+    return f"{ort.__version__}, {provider.plugin} {getattr(module, '__version__', '?')}", kinds
 
 
 def _plugin_devices(ort: ModuleType, provider: Provider) -> list[Any]:
@@ -232,7 +232,7 @@ def session_options(device: Device, n_threads: int) -> Any:
     options.log_severity_level = 4
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     provider = device.provider
-    if provider.library:
+    if provider.plugin:
         options.add_provider_for_devices(_plugin_devices(ort, provider)[:1], provider.options.get(device.kind, {}))
     return options
 
@@ -245,7 +245,7 @@ def open_session(device: Device, path: Path, n_threads: int) -> tuple[Any, Assig
     ort, provider = runtime(), device.provider
     options = session_options(device, n_threads)
     arguments: dict[str, Any] = {}
-    if not provider.library:
+    if not provider.plugin:
         arguments["providers"] = [provider.ep] if provider.ep == CPU else [(provider.ep, _options(device)), CPU]
     try:
         session = ort.InferenceSession(str(path), options, **arguments)
