@@ -59,7 +59,7 @@ def load(
     n_ctx:            positions that one conversation may have; 0: as many as the model was trained on;
                       None: the same, but at most 4096
     n_threads:        None: what suits this machine
-    backend:          "auto", "cpu" or "llama"
+    backend:          "auto", "cpu", "llama" or "onnx"
     cache_type_k:     how keys are cached: "f16", "q8_0" or "q4_0"; None: what suits the model and the backend
     cache_type_v:     and values
     sampling:         defaults of this model's requests, over those that the file recommends

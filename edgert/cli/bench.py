@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgert.cli.flags import CACHE_FLAGS, CONTEXT, THREADS_HELP, Threads, flag
+from edgert.cli.flags import CACHE_FLAGS, CONTEXT, THREADS_HELP, Threads, backend_flag, flag
 from edgert.cli.loading import ProgressLine, compiling, model_path, notices
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Several(click.ParamType):
 @click.option("-d", "--n-depth", type=Several(CONTEXT), default="0", show_default=True, help="Tokens cached before.")
 @flag("-t", "--threads", type=Several(Threads()), help=THREADS_HELP)
 @click.option("-r", "--repetitions", type=click.IntRange(1, 1000), default=5, show_default=True, help="Runs of a test.")
-@flag("--backend", help="Which engine runs it: auto, cpu, llama.", default="auto", show_default=True)
+@backend_flag
 @click.option("--against", type=click.Choice(["llama"]), help="Run llama.cpp in turn on the same file and threads.")
 @click.option(
     "-fa",

@@ -41,6 +41,11 @@ def _stack(function: F, decorators: list[Callable[[F], F]]) -> F:
     return function
 
 
+backend_flag = flag(
+    "--backend", help="Which engine runs it: auto, cpu, llama, onnx.", default="auto", show_default=True
+)
+
+
 def json_flag(function: F) -> F:
     """--json, which has no twin: a variable must not change what a script parses."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
@@ -88,7 +93,7 @@ def model_flags(function: F) -> F:
             flag("-m", "--model", metavar="MODEL", help="The model; without it, smollm2."),
             flag("-c", "--ctx-size", type=CONTEXT, help="Context in tokens; 0: the model's."),
             threads_flag,
-            flag("--backend", help="Which engine runs it: auto, cpu, llama.", default="auto", show_default=True),
+            backend_flag,
             *CACHE_FLAGS,
             flag(
                 "--chat-template",

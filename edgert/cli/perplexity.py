@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgert.cli.flags import CONTEXT, flag, json_flag, threads_flag
+from edgert.cli.flags import CONTEXT, backend_flag, flag, json_flag, threads_flag
 from edgert.cli.loading import ProgressLine, compiling, model_path, notices
 from edgert.cli.text import decoded
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     help="Compare with another file of the same vocabulary, or with llama.cpp on the same file.",
 )
 @threads_flag
-@flag("--backend", help="Which engine runs it: auto, cpu, llama.", default="auto", show_default=True)
+@backend_flag
 @json_flag
 def command(
     model: str | None,
