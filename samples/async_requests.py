@@ -19,7 +19,7 @@ async def main(model_name: str) -> None:
             return reply.text
 
         for question, answer in zip(QUESTIONS, await asyncio.gather(*map(ask, QUESTIONS)), strict=True):
-            print(f"{question} -> {answer}")
+            print(f"{question} -> {' '.join(answer.split())}")
 
         async for piece in model.generate("Once upon a time", stream=True, max_tokens=30):
             print(piece.text, end="", flush=True)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgert.errors import ContextFullError, DoesNotFitError, EdgertError, RequestError
-from edgert.generation import PREFILL_BESIDE_DECODE
+from edgert.generation.engine import PREFILL_BESIDE_DECODE
 from edgert.model import Model
 from edgert.options import SamplingParams
 from edgert.reply import Progress
@@ -502,8 +502,8 @@ def test_a_crowd_that_asks_cancels_and_fails_at_random() -> None:
         assert wrong == []
         assert sum(n_done) == 8 * 40
         assert min(n_done) > 0
-        assert all(slot.task is None for slot in model._engine._slots)
-        assert [slot.n_cached for slot in model._engine._slots] == [len(c) for c in backend.cells.values()]
+        assert all(slot.task is None for slot in model._engine._slots._slots)
+        assert [slot.n_cached for slot in model._engine._slots._slots] == [len(c) for c in backend.cells.values()]
 
 
 # Progress, statistics, log probabilities

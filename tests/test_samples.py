@@ -41,7 +41,7 @@ def test_async_requests(run: Runner) -> None:
     lines = run("async_requests.py").splitlines()
     for question, line in zip(("Name a colour.", "Name an animal.", "Name a river."), lines, strict=False):
         assert re.match(re.escape(question) + " -> .", line)
-    assert len(lines) > 3
+    assert len("".join(lines[3:])) > 10
 
 
 def test_time_limit(run: Runner) -> None:

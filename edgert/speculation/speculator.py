@@ -16,7 +16,8 @@ from edgert.speculation.economics import Costs, Odds, Source
 from edgert.speculation.ngram import NgramMemory
 
 if TYPE_CHECKING:
-    from edgert.generation import Generation, Slot
+    from edgert.generation.slots import Slot
+    from edgert.generation.task import Generation
 
 SPEC_MAX = 15  # tokens guessed for one step, unless told otherwise
 MEMORY = 1 << 16  # tokens of ended requests that are remembered

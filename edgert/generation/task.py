@@ -1,0 +1,221 @@
+"""What callers ask of the engine: a prompt continued token by token, or a text scored."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection
+from queue import SimpleQueue
+from time import perf_counter
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.errors import EdgertError
+from edgert.options import Options
+from edgert.reply import Chunk, Drafts, FinishReason, Progress, Stats, TokenLogprob
+from edgert.sampler import Sampler, logprobs
+from edgert.stopping import StopStrings
+
+if TYPE_CHECKING:
+    from edgert.generation.slots import Slot
+    from edgert.speculation.speculator import Request
+
+Item = Chunk | Progress | NDArray[np.float32] | BaseException
+
+
+class Decoder(Protocol):
+    """Turns tokens into text, holding back characters that are not complete."""
+
+    def push(self, token: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Task(ABC):
+    """A prompt on its way through the engine; results, errors and progress come out of `output`."""
+
+    reuse = True  # whether a cached prefix serves
+    want_all = False  # whether the logits after every token are wanted, not only after the last
+    most_guesses = 0  # tokens that may be guessed and checked in the next step
+
+    def __init__(self, prompt: NDArray[np.int32]) -> None:
+        self.prompt = prompt  # what to evaluate first; after an interruption with the tokens chosen until then
+        self.slot: Slot
+        self.n_reused = 0  # tokens of the prompt that were cached when it began
+        self.begun = False
+        self.cancelled = False
+        self.done = False
+        self.output: SimpleQueue[Item] = SimpleQueue()
+        self.wake: Callable[[], None] | None = None
+        self.outbox: deque[tuple[Task, Item]] = deque()
+
+    def put(self, item: Item) -> None:
+        """Leaves an item for whoever waits; the engine sends it when it has a moment."""
+        self.outbox.append((self, item))
+
+    def send(self, item: Item) -> None:
+        """Hands an item to whoever waits, in a thread or in an event loop."""
+        self.output.put(item)
+        if wake := self.wake:
+            try:
+                wake()
+            except RuntimeError:  # the event loop has been closed
+                self.cancelled = True
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the task with an error."""
+        self.done = True
+        self.put(error)
+
+    def begin(self) -> None:  # noqa: B027
+        """Called when the task has a slot for the first time."""
+
+    @abstractmethod
+    def advance(self, logits: NDArray[np.float32]) -> None:
+        """Takes the logits that a step gave for this task: float32 (rows, n_vocab), possibly no row."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Ends the task because its caller wishes so."""
+
+
+class Generation(Task):
+    """A prompt that is continued token by token."""
+
+    def __init__(
+        self,
+        prompt: NDArray[np.int32],
+        options: Options,
+        sampler: Sampler,
+        decoder: Decoder,
+        end_ids: Collection[int],
+    ) -> None:
+        super().__init__(prompt)
+        self.options = options
+        self.sampler = sampler
+        self._decoder = decoder
+        self.end_ids = frozenset(end_ids)
+        self.guessing: Request | None = None  # what the speculator knows about it
+        self.n_accepted = 0  # guesses that were right in the last step
+        self.drafts = Drafts()
+        self._stops = StopStrings(options.stop)
+        self._n_prompt = len(prompt)
+        self._n_read = 0  # tokens of the prompt that are in the cache
+        self._n_predicted = 0
+        self.whole = False  # nobody wants pieces: all text comes at the end, and nobody wakes before
+        self._text = ""  # since the last chunk, as the next two
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._started = self._prompt_end = self._last = perf_counter()
+
+    def begin(self) -> None:
+        self._started = self._prompt_end = self._last = perf_counter()
+        self._report_progress()
+
+    def advance(self, logits: NDArray[np.float32]) -> None:
+        """Chooses a token after each row as long as it is the one that the next row was computed for."""
+        self._last = perf_counter()
+        if self._n_predicted == 0:
+            self._prompt_end = self._last
+            self._report_progress()
+        if not len(logits):
+            return
+        if self.options.max_tokens == 0:
+            self._finish("length")
+            return
+        guesses = self.slot.tokens[self.slot.n_tokens : self.slot.n_tokens + len(logits) - 1].tolist()
+        self.drafts.try_(len(guesses))
+        self.n_accepted = 0
+        for row, guess in zip(logits, [*guesses, None], strict=True):
+            token = self.sampler.sample(row, self.slot.tokens, self.slot.n_tokens)
+            right = token == guess
+            if right:
+                self.drafts.accepted[self.n_accepted] += 1
+                self.n_accepted += 1
+            self._take(token, row)
+            if self.done or not right:
+                break
+        self._last = perf_counter()
+        if self._text and not self.done and not self.whole:
+            self._emit("")
+
+    @property
+    def most_guesses(self) -> int:  # type: ignore[override]
+        left = self.options.max_tokens
+        room = len(self.slot.tokens) - self.slot.n_tokens
+        return room if left is None else min(room, left - self._n_predicted - 1)
+
+    def _take(self, token: int, row: NDArray[np.float32]) -> None:
+        """Adds a token, chosen from a row of logits, to the reply, or ends it."""
+        slot = self.slot
+        self._n_predicted += 1
+        self._last = perf_counter()
+        if token in self.end_ids:
+            self._finish("stop")
+            return
+        self._tokens.append(token)
+        if self.options.logprobs:
+            self._logprobs.append(TokenLogprob(token, *logprobs(row, token, self.options.top_logprobs)))
+        text, stopped = self._stops.push(self._decoder.push(token))
+        if stopped:
+            self._finish("stop", text, complete=True)
+        elif self._n_predicted == self.options.max_tokens or slot.n_tokens == len(slot.tokens):
+            self._finish("length", text)
+        else:
+            slot.tokens[slot.n_tokens] = token
+            slot.n_tokens += 1
+            self._text += text
+
+    def _emit(self, text: str, reason: FinishReason | None = None, stats: Stats | None = None) -> None:
+        chunk = Chunk(self._text + text, self._tokens, reason, stats, self._logprobs)
+        self._text, self._tokens, self._logprobs = "", [], []
+        self.put(chunk)
+
+    def _finish(self, reason: FinishReason, text: str = "", *, complete: bool = False) -> None:
+        if not complete:
+            tail, stopped = self._stops.push(self._decoder.flush())
+            text += tail if stopped else tail + self._stops.flush()
+            reason = "stop" if stopped else reason
+        self.done = True
+        self._emit(text, reason, self._stats())
+
+    def _stats(self) -> Stats:
+        return Stats.of(
+            self.n_reused,
+            self._n_read - self.n_reused,
+            self._prompt_end - self._started,
+            self._n_predicted,
+            self._last - self._prompt_end,
+            self.drafts,
+        )
+
+    def _report_progress(self) -> None:
+        self._n_read = min(self.slot.n_cached, self._n_prompt)
+        elapsed = 1e3 * (perf_counter() - self._started)
+        self.put(Progress(self._n_prompt, self.n_reused, self._n_read, elapsed))
+
+    def cancel(self) -> None:
+        self._finish("cancelled")
+
+
+class Scoring(Task):
+    """A text whose logits after every token are wanted."""
+
+    reuse = False
+    want_all = True
+
+    def __init__(self, prompt: NDArray[np.int32], n_vocab: int) -> None:
+        super().__init__(prompt)
+        self._logits = np.empty((len(prompt), n_vocab), np.float32)
+
+    def advance(self, logits: NDArray[np.float32]) -> None:
+        end = self.slot.n_cached
+        self._logits[end - len(logits) : end] = logits
+        if end == len(self.prompt):
+            self.done = True
+            self.put(self._logits)
+
+    def cancel(self) -> None:
+        self.fail(EdgertError("The request was cancelled."))
