@@ -51,7 +51,7 @@ def load(
             from edgert.backends.onnx.backend import OnnxBackend
 
             return OnnxBackend(file, n_ctx=n_ctx, n_threads=n_threads, progress=progress, **options)
-        from edgert.backends.llama import LlamaBackend
+        from edgert.backends.llama.backend import LlamaBackend
 
         types = {"type_k": cache_type_k, "type_v": cache_type_v}
         options |= {name: kind for name, kind in types.items() if kind is not None}

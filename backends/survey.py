@@ -42,20 +42,20 @@ def _cpu() -> list[Use]:
 
 
 def _llama(gpus: list[Gpu]) -> list[Use]:
-    from edgert.backends import llama, llama_devices
+    from edgert.backends.llama import devices, library
 
     try:
-        llama.library()
-        found = llama_devices.devices()
+        library.library()
+        found = devices.devices()
     except EdgertError as error:
         reason, _, command = str(error).rpartition(": ")
         uses = [Use("llama", "cpu", reason, command)]
-        return uses + [Use("llama", gpu.name, reason, llama_devices.BUILDS[gpu.maker]) for gpu in gpus]
-    version = f"llama-cpp-python {llama.version()}"
+        return uses + [Use("llama", gpu.name, reason, devices.BUILDS[gpu.maker]) for gpu in gpus]
+    version = f"llama-cpp-python {library.version()}"
     uses = [Use("llama", f"{device.name} ({device.description})", version=version) for device in found]
     if not any(device.kind in ("gpu", "igpu") for device in found):
         reason = "the installed llama.cpp is a build for the CPU alone"
-        uses += [Use("llama", gpu.name, reason, llama_devices.BUILDS[gpu.maker], version) for gpu in gpus]
+        uses += [Use("llama", gpu.name, reason, devices.BUILDS[gpu.maker], version) for gpu in gpus]
     return uses
 
 

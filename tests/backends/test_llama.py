@@ -15,10 +15,10 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from reference import Reference, kl_divergence
 
-from edgert.backends import llama as module
-from edgert.backends import llama_check
 from edgert.backends.base import Batch
-from edgert.backends.llama import LlamaBackend
+from edgert.backends.llama import amx
+from edgert.backends.llama import library as module
+from edgert.backends.llama.backend import LlamaBackend
 from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, ModelFileError, RequestError
 
 needs_llama = pytest.mark.skipif(
@@ -262,7 +262,7 @@ def test_a_library_that_does_not_load_is_told(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_the_module_does_not_load_the_package() -> None:
-    code = "import sys, edgert.backends.llama; sys.exit('llama_cpp' in sys.modules)"
+    code = "import sys, edgert.backends.llama.backend; sys.exit('llama_cpp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -283,33 +283,33 @@ def test_amx_is_trusted_only_when_its_trial_succeeds(
     library = tmp_path / "libggml-cpu.so"
     library.write_bytes(b"x")
     monkeypatch.setenv("EDGERT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(llama_check, "_TRY", code)
-    monkeypatch.setattr(llama_check, "TIMEOUT", 5.0)
-    assert llama_check.amx_works(library, "model") is works
-    monkeypatch.setattr(llama_check, "_TRY", "raise SystemExit(9)")
-    assert llama_check.amx_works(library, "model") is works  # remembered
+    monkeypatch.setattr(amx, "_TRY", code)
+    monkeypatch.setattr(amx, "TIMEOUT", 5.0)
+    assert amx.works(library, "model") is works
+    monkeypatch.setattr(amx, "_TRY", "raise SystemExit(9)")
+    assert amx.works(library, "model") is works  # remembered
     library.write_bytes(b"another build")
-    assert llama_check.amx_works(library, "model") is False
+    assert amx.works(library, "model") is False
 
 
 def test_a_model_that_does_not_use_amx_says_nothing_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     library = tmp_path / "libggml-cpu.so"
     library.write_bytes(b"x")
     monkeypatch.setenv("EDGERT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(llama_check, "_TRY", "print('unused', 0.9999)")
-    assert llama_check.amx_works(library, "small") is None
-    monkeypatch.setattr(llama_check, "_TRY", "import os; os.abort()")
-    assert llama_check.amx_works(library, "large") is False
+    monkeypatch.setattr(amx, "_TRY", "print('unused', 0.9999)")
+    assert amx.works(library, "small") is None
+    monkeypatch.setattr(amx, "_TRY", "import os; os.abort()")
+    assert amx.works(library, "large") is False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="signal stacks of Linux")
 def test_amx_is_refused_only_inside() -> None:
     code = """
 import ctypes, sys
-from edgert.backends.llama_check import amx_refused
+from edgert.backends.llama.amx import refused
 libc = ctypes.CDLL(None)
 ask = lambda: libc.syscall(158, 0x1023, 18)
-with amx_refused():
+with refused():
     inside = ask()
 print(inside, ask())
 """

@@ -210,7 +210,7 @@ def main(
 
 def load(path: Path, name: str, n_ctx: int, n_threads: int) -> Backend:
     if name == "llama":
-        from edgert.backends.llama import LlamaBackend
+        from edgert.backends.llama.backend import LlamaBackend
 
         return LlamaBackend(path, n_ctx=n_ctx, n_threads=n_threads)
     from edgert import backends

@@ -189,12 +189,12 @@ def parity(path: Path, against: str, n: int = 96, **options: Any) -> dict[str, A
 
 def partial(path: Path, limit_mib: int, binary: Path) -> dict[str, Any]:
     """A GPU of which only so much may be used: what is planned, what is taken, how fast that is."""
-    from edgert.backends import llama_devices
+    from edgert.backends.llama import devices
     from edgert.devices import probe
 
-    before = sum(gpu.memory_free for gpu in llama_devices.gpus())
+    before = sum(gpu.memory_free for gpu in devices.gpus())
     backend = load(path, gpu_memory=limit_mib << 20, flash_attn="on")
-    taken = before - sum(gpu.memory_free for gpu in llama_devices.gpus())
+    taken = before - sum(gpu.memory_free for gpu in devices.gpus())
     layers = backend.verdict.details["n_gpu_layers"]
     found = rates(backend, 512, 64)
     verdict = str(backend.verdict)
@@ -249,10 +249,10 @@ def main(models: Path, binary: Path, out: Path, layers: int, n_embd: int, n_ff: 
             ).stdout
         ),
     )
-    from edgert.backends import llama, llama_devices
+    from edgert.backends.llama import devices, library
 
-    llama.library()
-    gpus = report.step("gpus", lambda: [vars(gpu) for gpu in llama_devices.gpus()])
+    library.library()
+    gpus = report.step("gpus", lambda: [vars(gpu) for gpu in devices.gpus()])
     one = {"split_mode": "none"} if len(gpus) > 1 else {}
     flags = ["-sm", "none"] if len(gpus) > 1 else []
     for path in sorted(models.glob("*.gguf")):

@@ -24,7 +24,7 @@ _TRY = """
 import sys
 import numpy as np
 from edgert.backends.base import Batch
-from edgert.backends.llama import LlamaBackend
+from edgert.backends.llama.backend import LlamaBackend
 rows = []
 for extra in (False, True):
     backend = LlamaBackend(sys.argv[1], n_ctx=64, n_threads=1, use_extra_bufts=extra)
@@ -37,7 +37,7 @@ print("used" if used else "unused", float((a * b).sum() / np.sqrt((a * a).sum() 
 """
 
 
-def amx_works(library: Path, model: str) -> bool | None:
+def works(library: Path, model: str) -> bool | None:
     """Whether a prefill through AMX gives what the plain kernels give; found once for a build, then remembered.
 
     None, and nothing to remember, when the model has no tensor that goes through AMX.
@@ -68,10 +68,10 @@ def _try(model: str) -> bool | None:
         log.warning("The AMX kernels of llama.cpp could not be tried (%s): they stay unused.", error)
         return False
     words = process.stdout.split()
-    works = process.returncode == 0 and len(words) == 2 and float(words[1]) > 0.9
-    if not works:
+    fine = process.returncode == 0 and len(words) == 2 and float(words[1]) > 0.9
+    if not fine:
         log.info("AMX kernels of llama.cpp: status %s, %s", process.returncode, process.stdout.strip())
-    return None if works and words[0] == "unused" else works
+    return None if fine and words[0] == "unused" else fine
 
 
 def _file() -> Path:
@@ -105,7 +105,7 @@ class _SignalStack(ctypes.Structure):
 
 
 @contextlib.contextmanager
-def amx_refused() -> Iterator[None]:
+def refused() -> Iterator[None]:
     """While it lasts, Linux refuses AMX to this process, so that llama.cpp takes its next best kernels.
 
     The kernel grants AMX only when every alternate signal stack could hold the tiles; this one could not.

@@ -5,116 +5,29 @@ The package is an extra (`edgert[gpu]`); importing this module does not load it,
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import importlib
-import logging
 import re
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from os import fspath
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends import llama_check, llama_devices
 from edgert.backends.base import Backend, Batch, Verdict
+from edgert.backends.llama import devices
+from edgert.backends.llama.library import library, messages, system_info, version
+from edgert.backends.llama.offload import FITTING, SPLIT_MODES, Offload, amx_unused, load_model
 from edgert.devices import probe
 from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, ModelFileError, RequestError
 
 if TYPE_CHECKING:
     from edgert.quantize.gguf_file import GGUFFile
 
-log = logging.getLogger(__name__)
-log.addHandler(logging.NullHandler())
-
-INSTALL = "pip install 'edgert[gpu]'"
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2, "iq4_nl": 20}
 KV_BITS = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8.5, "q5_1": 6, "q5_0": 5.5, "q4_1": 5, "q4_0": 4.5, "iq4_nl": 4.5}
-FITTING = -2  # of n_gpu_layers: as many as fit
-SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}
-
-# ggml's levels debug, info, warn, error; 5 continues the previous line. Its warnings are no failures.
-_LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
-_BUFFER = re.compile(r"(\S+)\s+(model|KV|compute|output|RS) buffer size\s*=\s*([\d.]+) MiB")
-
-
-class _Log:
-    """Receives llama.cpp's log, passes it to `logging` line by line and keeps what a load reported."""
-
-    def __init__(self) -> None:
-        self.pending = ""
-        self.level = logging.DEBUG
-        self.lines: list[str] = []
-        self.errors: list[str] = []
-
-    def write(self, level: int, text: bytes) -> None:
-        if level != 5:
-            self.level = _LEVELS.get(level, logging.DEBUG)
-        self.pending += text.decode("utf-8", "replace")
-        *lines, self.pending = self.pending.split("\n")
-        for line in filter(None, lines):
-            if self.level >= logging.ERROR:
-                self.errors.append(line)
-            self.lines.append(line)
-            log.log(self.level, "%s", line)
-        del self.lines[:-2000]
-
-    def clear(self) -> None:
-        self.lines.clear()
-        self.errors.clear()
-
-
-_log = _Log()
-_library: ModuleType | None = None
-_callback: Any = None  # llama.cpp keeps a bare pointer to it
-# AMX kernels: None before the first load, then "fine", "fails" (and must not be chosen), "refused" for good.
-_amx: str | None = None
-
-
-def library() -> ModuleType:
-    """llama_cpp's low-level module, initialised once.
-
-    Raises: BackendUnavailableError when the package is absent or its library cannot be loaded.
-    """
-    global _library, _callback
-    if _library is None:
-        if sys.platform == "linux":
-            # A CUDA build carries pieces of another libstdc++, which its regular expressions must not meet: SIGSEGV.
-            with contextlib.suppress(OSError):
-                ctypes.CDLL("libstdc++.so.6", mode=ctypes.RTLD_GLOBAL)
-        try:
-            module = importlib.import_module("llama_cpp.llama_cpp")
-        except ModuleNotFoundError as error:
-            if error.name is None or not error.name.startswith("llama_cpp"):
-                raise
-            raise BackendUnavailableError(f"llama-cpp-python is not installed: {INSTALL}") from error
-        except (OSError, RuntimeError) as error:
-            raise BackendUnavailableError(
-                f"llama-cpp-python is installed but its library does not load ({error}): "
-                f"build it again with {INSTALL} --force-reinstall --no-binary llama-cpp-python"
-            ) from error
-        _callback = module.llama_log_callback(lambda level, text, _: _log.write(level, text))
-        module.llama_log_set(_callback, ctypes.c_void_p(0))
-        module.llama_backend_init()
-        _library = module
-    return _library
-
-
-def version() -> str:
-    """The version of llama-cpp-python."""
-    library()
-    return str(sys.modules["llama_cpp"].__version__)
-
-
-def system_info() -> str:
-    """What llama.cpp was compiled for and found here."""
-    return str(library().llama_print_system_info().decode()).strip(" |")
 
 
 class LlamaBackend(Backend):
@@ -178,18 +91,18 @@ class LlamaBackend(Backend):
         self._llama = llama = library()
         path = _validated(model)
         if rpc:
-            llama_devices.add_rpc_servers(llama, rpc)
+            devices.add_rpc_servers(llama, rpc)
         bits = (KV_BITS[type_k] + KV_BITS[type_v]) / 2
-        offload = _Offload.plan(path, n_gpu_layers, gpu_memory, n_ctx, n_seq_max, bits / 8, n_ubatch)
+        offload = Offload.plan(path, n_gpu_layers, gpu_memory, n_ctx, n_seq_max, bits / 8, n_ubatch)
         if require and not offload.whole:
             raise BackendUnavailableError(f"A GPU was required and {offload.why_not}: {offload.remedy}")
         offload.split_mode, offload.main_gpu = SPLIT_MODES[split_mode], main_gpu
-        _log.clear()
+        messages.clear()
 
-        self._model = _load_model(path, use_extra_bufts, offload)
+        self._model = load_model(path, use_extra_bufts, offload)
         if not self._model:
-            reason = _log.errors[-1] if _log.errors else "no reason in its log"
-            if offload.n_layers and re.search("alloc|memory", " ".join(_log.errors)):
+            reason = messages.reason
+            if offload.n_layers and re.search("alloc|memory", " ".join(messages.errors)):
                 raise DoesNotFitError(
                     f"llama.cpp has no memory for {offload.n_layers} layers of {path} on {offload.device} ({reason}): "
                     "choose a smaller -ngl, or leave it out."
@@ -213,7 +126,7 @@ class LlamaBackend(Backend):
         options.offload_kqv = offload.n_layers > 0
         self._context = llama.llama_init_from_model(self._model, options)
         if not self._context:
-            reason = _log.errors[-1] if _log.errors else "no reason in its log"
+            reason = messages.reason
             self.close()
             raise DoesNotFitError(
                 f"llama.cpp has no memory for a context of {n_ctx} positions ({reason}): "
@@ -238,11 +151,11 @@ class LlamaBackend(Backend):
                 "type_k": type_k,
                 "type_v": type_v,
                 "n_gpu_layers": str(offload.n_layers),
-                "buffers": ", ".join(f"{where} {what} {size} MiB" for where, what, size in _buffers()),
-                **({"amx": "off: this build of llama.cpp fails with it"} if _amx in ("fails", "refused") else {}),
+                "buffers": ", ".join(f"{where} {what} {size} MiB" for where, what, size in messages.buffers()),
+                **({"amx": "off: this build of llama.cpp fails with it"} if amx_unused() else {}),
             },
         )
-        self._buffers = _buffers()
+        self._buffers = messages.buffers()
         self._lengths = [0] * n_seq_max
         self._make_batch(n_batch)
         self._view_address = 0
@@ -289,7 +202,7 @@ class LlamaBackend(Backend):
                     f"The cache of {self.n_ctx * self.n_seq_max} positions has no room for {n} more tokens: "
                     "free a sequence or load the model with a larger -c/--ctx-size."
                 )
-            reason = _log.errors[-1] if _log.errors else "no reason in its log"
+            reason = messages.reason
             raise EdgertError(f"llama.cpp failed with status {status} on a batch of {n} tokens: {reason}")
         for sequence, end in ends.items():
             self._lengths[sequence] = end
@@ -427,104 +340,6 @@ class LlamaBackend(Backend):
     def __del__(self) -> None:
         if getattr(self, "_model", None):
             self.close()
-
-
-def _buffers() -> list[tuple[str, str, str]]:
-    return [match.groups() for line in _log.lines if (match := _BUFFER.search(line))]  # type: ignore[misc]
-
-
-@dataclass
-class _Offload:
-    """Which layers go to GPUs, and the words for it.
-
-    total:    layers of the model and its head
-    why_not:  what keeps it from being whole
-    """
-
-    n_layers: int
-    total: int
-    device: str
-    why: str = ""
-    why_not: str = ""
-    remedy: str = ""
-    split_mode: int = 1
-    main_gpu: int = 0
-
-    @property
-    def whole(self) -> bool:
-        return 0 < self.total <= self.n_layers
-
-    @classmethod
-    def plan(
-        cls,
-        path: str,
-        wished: int,
-        gpu_memory: int,
-        n_ctx: int,
-        n_seq_max: int,
-        kv_bytes: float,
-        n_ubatch: int,
-    ) -> _Offload:
-        """What fits on the GPUs that this build sees."""
-        from edgert.quantize.architecture import describe
-        from edgert.quantize.gguf_file import GGUFFile
-
-        found = llama_devices.gpus()
-        if not found or wished == 0:
-            why_not = "llama.cpp sees none" if not found else "-ngl 0 keeps all layers on the CPU"
-            why = "no GPU in this build" if wished != 0 and wished != FITTING and not found else ""
-            remedy = llama_devices.BUILDS["nvidia"] if not found else "leave -ngl out"
-            return cls(0, 0, "CPU", why, why_not, remedy)
-        with GGUFFile.open(path) as file:
-            a = describe(file)
-            total = a.n_layer + 1
-            free = [min(gpu.memory_free, gpu_memory or gpu.memory_free) for gpu in found]
-            n_positions = (n_ctx or a.n_ctx_train) * n_seq_max
-            fit = llama_devices.layers_that_fit(file, a, free, n_positions, kv_bytes, n_ubatch)
-        n = fit if wished == FITTING else total if wished < 0 else min(wished, total)
-        names = ", ".join(f"{gpu.name} ({gpu.description})" for gpu in found)
-        room = ", ".join(f"{size >> 20} MiB" for size in free)
-        why = f"{n} of {total} layers on the GPU" + (f", {fit} fit into {room}" if fit < total or n != fit else "")
-        why_not = f"{n} of {total} layers fit into {room}"
-        return cls(n, total, names if n else "CPU", why, why_not, "choose a smaller -c/--ctx-size or model")
-
-
-def _load_model(path: str, use_extra_bufts: bool | None, offload: _Offload) -> Any:
-    """llama.cpp's handle of the model, null when it cannot; AMX kernels that fail are kept from being chosen."""
-    global _amx
-    llama = library()
-    params = llama.llama_model_default_params()
-    params.n_gpu_layers = offload.n_layers
-    params.split_mode, params.main_gpu = offload.split_mode, offload.main_gpu
-    params.use_extra_bufts = use_extra_bufts is not False
-
-    def load() -> Any:
-        return llama.llama_model_load_from_file(path.encode(), params)
-
-    if use_extra_bufts is not None:
-        return load()
-    if _amx is None:
-        _amx = _amx_state(path)
-        if _amx == "fails":
-            try:
-                with llama_check.amx_refused():
-                    model = load()
-                _amx = "refused"
-                return model
-            except OSError as error:
-                log.info("AMX cannot be refused (%s): llama.cpp keeps the file's own layouts.", error)
-    # Without layouts of its own it does not come to AMX either.
-    params.use_extra_bufts = _amx != "fails"
-    return load()
-
-
-def _amx_state(model: str) -> str | None:
-    """What is known of llama.cpp's AMX kernels before a load: "fine" (or not there), "fails", None: not tried yet."""
-    if sys.platform != "linux" or "AMX_INT8 = 1" not in system_info():
-        return "fine"
-    kernels = Path(library().__file__ or "").parent / "lib" / "libggml-cpu.so"
-    works = llama_check.amx_works(kernels, model) if kernels.exists() else True
-    return None if works is None else "fine" if works else "fails"
 
 
 def _validated(model: GGUFFile | str | Path) -> str:
