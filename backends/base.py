@@ -53,14 +53,43 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What became of a backend that was tried for a model.
+
+    obstacle:          why it is not used, "" for one that could be
+    prefill, decode:   tokens per second, None where it did not come to that
+    same_top, kl:      beside the cpu backend on the same text: share of steps with the same likeliest token, and mean
+                       KL divergence of the probabilities; None for the cpu backend itself
+    """
+
+    backend: str
+    device: str = ""
+    obstacle: str = ""
+    prefill: float | None = None
+    decode: float | None = None
+    same_top: float | None = None
+    kl: float | None = None
+
+    def __str__(self) -> str:
+        name = f"{self.backend} on {self.device}" if self.device else self.backend
+        parts = [f"not used: {self.obstacle}"] if self.obstacle else []
+        if self.prefill and self.decode:
+            parts.append(f"prefill {self.prefill:,.0f} tok/s, decode {self.decode:,.1f} tok/s")
+        if self.kl is not None and self.same_top is not None and not self.obstacle:
+            parts.append(f"same top token as the cpu backend in {100 * self.same_top:.0f} %, mean KL {self.kl:.2g}")
+        return f"{name}: {'; '.join(parts)}"
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """Which backend runs the model and why."""
+    """Which backend runs the model and why; trials are what `auto` considered, in its order."""
 
     requested: str
     backend: str
     device: str
     reason: str
     details: dict[str, str] = field(default_factory=dict)
+    trials: tuple[Trial, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.backend} on {self.device}: {self.reason}"

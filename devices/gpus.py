@@ -32,7 +32,7 @@ class Gpu:
 def gpus(root: Path = Path("/")) -> list[Gpu]:
     """Every GPU that can be seen, NVIDIA's first; `root` is where /proc and /sys are."""
     found, trouble = _nvidia()
-    others = _by_pci(root)
+    others = by_pci(root)
     if found:
         others = [gpu for gpu in others if gpu.maker != "nvidia"]
     else:
@@ -84,7 +84,7 @@ def _text(value: Any) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
-def _by_pci(root: Path) -> list[Gpu]:
+def by_pci(root: Path) -> list[Gpu]:
     """What Linux lists under /sys/class/drm; AMD's driver tells memory and load there."""
     found = []
     for device in sorted((root / "sys/class/drm").glob("card*/device")):

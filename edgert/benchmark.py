@@ -155,7 +155,7 @@ class Result:
             "n_threads": self.engine["n_threads"],
             "type_k": self.engine["type_k"],
             "type_v": self.engine["type_v"],
-            "n_gpu_layers": 0,
+            "n_gpu_layers": self.engine["n_gpu_layers"],
             "flash_attn": self.engine["flash_attn"],
             "n_prompt": self.test.n_prompt,
             "n_gen": self.test.n_gen,
@@ -171,6 +171,7 @@ class Result:
             "median_ts": self.median_ts,
             "peak_rss": self.peak_rss,
             "device": self.engine["device"],
+            "verdict": self.engine["verdict"],
             "ratio": self.ratio,
         }
 
@@ -418,6 +419,8 @@ def _load(request: dict[str, Any], progress: Callable[[int, int], None]) -> tupl
     return backend, {
         "backend": name,
         "device": backend.verdict.device,
+        "verdict": str(backend.verdict),
+        "n_gpu_layers": int(details.get("n_gpu_layers", 0)),
         "version": version("llama-cpp-python" if name == "llama" else "edgert"),
         "build": _build(backend.verdict),
         "n_threads": n_threads,
@@ -434,7 +437,8 @@ def _build(verdict: Verdict) -> str:
     """What was built, and for what."""
     details = verdict.details
     if verdict.backend == "llama":
-        return details["buffers"] + (f"; AMX {details['amx']}" if "amx" in details else "")
+        parts = [verdict.reason, details["buffers"], *([f"AMX {details['amx']}"] if "amx" in details else [])]
+        return "; ".join(parts)
     return verdict.reason
 
 

@@ -41,6 +41,9 @@ def load(
     n_ctx: int | None = None,
     n_threads: int | None = None,
     backend: str = "auto",
+    device: str | None = None,
+    n_gpu_layers: int | None = None,
+    require: bool = False,
     cache_type_k: str | None = None,
     cache_type_v: str | None = None,
     sampling: Mapping[str, Any] | None = None,
@@ -59,7 +62,11 @@ def load(
     n_ctx:            positions that one conversation may have; 0: as many as the model was trained on;
                       None: the same, but at most 4096
     n_threads:        None: what suits this machine
-    backend:          "auto", "cpu", "llama" or "onnx"
+    backend:          "cpu", "llama" or "onnx"; "auto": the fastest that is here and gives the cpu backend's answers,
+                      tried once and remembered; `model.verdict` tells
+    device:           where it runs: "cpu", "gpu", "npu" or a name that `edgert devices` shows; None: wherever
+    n_gpu_layers:     layers that llama.cpp gives to GPUs; -1: all; None: as many as fit
+    require:          an error when what was asked for cannot run the whole model, in place of running it elsewhere
     cache_type_k:     how keys are cached: "f16", "q8_0" or "q4_0"; None: what suits the model and the backend
     cache_type_v:     and values
     sampling:         defaults of this model's requests, over those that the file recommends
@@ -99,11 +106,14 @@ def load(
         context.warn_beyond(file, n_ctx)
     if sampling is not None:
         defaults = defaults.changed(named("sampling", sampling))
-    if backend in ("auto", "cpu"):  # requests at once share the memory of one context; who lacks room waits
-        backend_options = {"n_seq_max": 4, "n_cached": n_ctx} | backend_options
+    # Requests at once share the memory of one context; who lacks room waits.
+    backend_options = {"n_seq_max": 4, "n_cached": n_ctx} | backend_options
     engine = backends.load(
         path,
         backend=backend,
+        device=device,
+        n_gpu_layers=n_gpu_layers,
+        require=require,
         n_ctx=n_ctx,
         n_threads=n_threads,
         cache_type_k=cache_type_k,

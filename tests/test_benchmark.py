@@ -147,6 +147,8 @@ def engine_of(backend: str, flash_attn: str = "on") -> dict[str, Any]:
     return {
         "backend": backend,
         "device": "CPU",
+        "verdict": f"{backend} on CPU",
+        "n_gpu_layers": 0,
         "version": "1.2",
         "build": f"built for {backend}",
         "n_threads": 2,

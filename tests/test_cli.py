@@ -327,13 +327,15 @@ def test_flags_and_their_twins(edgert: Any) -> None:
 def test_flags_of_the_model(edgert: Any, tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{{ x }}")
     done = edgert(
-        *("run", "-v", "-p", "x", "-c", "512", "-t", "3", "--backend", "cpu"),
-        *("--chat-template", f"@{tmp_path / 't.jinja'}"),
+        *("run", "-v", "-p", "x", "-c", "512", "-t", "3", "--backend", "llama", "-ngl", "-1", "--device", "CUDA0"),
+        *("--require", "--chat-template", f"@{tmp_path / 't.jinja'}"),
         fake=True,
     )
     options = json.loads(done.stderr[done.stderr.index("{") : done.stderr.rindex("}") + 1])
-    assert options == {"backend": "cpu", "chat_template": "{{ x }}", "n_ctx": 512, "n_threads": 3}
-    twins = {"EDGERT_CTX_SIZE": "512", "EDGERT_THREADS": "3", "EDGERT_BACKEND": "cpu", "EDGERT_VERBOSE": "1"}
+    loaded = {"backend": "llama", "n_gpu_layers": -1, "device": "CUDA0", "require": True}
+    assert options == {**loaded, "chat_template": "{{ x }}", "n_ctx": 512, "n_threads": 3}
+    twins = {"EDGERT_CTX_SIZE": "512", "EDGERT_THREADS": "3", "EDGERT_BACKEND": "llama", "EDGERT_VERBOSE": "1"}
+    twins |= {"EDGERT_N_GPU_LAYERS": "-1", "EDGERT_DEVICE": "CUDA0", "EDGERT_REQUIRE": "1"}
     done = edgert("run", "-p", "x", "--chat-template", "{{ x }}", fake=True, **twins)
     assert json.loads(done.stderr[done.stderr.index("{") : done.stderr.rindex("}") + 1]) == options
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from edgert.devices.notes import Notes
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ from edgert.backends.base import Batch
 from edgert.backends.llama.backend import LlamaBackend
 rows = []
 for extra in (False, True):
-    backend = LlamaBackend(sys.argv[1], n_ctx=64, n_threads=1, use_extra_bufts=extra)
+    backend = LlamaBackend(sys.argv[1], n_ctx=64, n_threads=1, use_extra_bufts=extra, n_gpu_layers=0)
     tokens = np.arange(32) * 7919 % backend.n_vocab
     rows.append(backend.forward(Batch.of(tokens, 0, wanted="all")).astype(np.float64))
     used = "AMX" in backend.verdict.details["buffers"]
@@ -47,14 +47,13 @@ def works(library: Path, model: str) -> bool | None:
     """
     facts = library.stat()
     key = f"{library}:{facts.st_size}:{facts.st_mtime_ns}"
-    known = _known()
-    if key not in known:
-        found = _try(model)
-        if found is None:
-            return None
-        known[key] = found
-        _remember(known)
-    return bool(known[key])
+    notes = Notes("llama-amx")
+    known = notes.get(key)
+    if known is None:
+        known = _try(model)
+        if known is not None:
+            notes.put(key, known)
+    return None if known is None else bool(known)
 
 
 def _try(model: str) -> bool | None:
@@ -72,32 +71,6 @@ def _try(model: str) -> bool | None:
     if not fine:
         log.info("AMX kernels of llama.cpp: status %s, %s", process.returncode, process.stdout.strip())
     return None if fine and words[0] == "unused" else fine
-
-
-def _file() -> Path:
-    import platformdirs
-
-    root = os.environ.get("EDGERT_CACHE") or platformdirs.user_cache_dir("edgert")
-    return Path(root) / "llama-amx.json"
-
-
-def _known() -> dict[str, bool]:
-    try:
-        known = json.loads(_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def _remember(known: dict[str, bool]) -> None:
-    path = _file()
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(known), encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        log.info("%s cannot be written (%s): llama.cpp is tried again next time.", path, error)
 
 
 class _SignalStack(ctypes.Structure):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from os import fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,11 +46,13 @@ class LlamaBackend(Backend):
         n_batch: int = 2048,
         n_ubatch: int = 512,
         n_seq_max: int = 1,
+        n_cached: int = 0,
         flash_attn: str = "auto",
         type_k: str = "f16",
         type_v: str = "f16",
         swa_full: bool = True,
         use_extra_bufts: bool | None = None,
+        device: str = "",
         n_gpu_layers: int = FITTING,
         split_mode: str = "layer",
         main_gpu: int = 0,
@@ -63,11 +66,13 @@ class LlamaBackend(Backend):
         model:            a validated file, or a path that is validated first
         n_ctx:            positions that one sequence may have; 0 is the model's own
         n_threads:        threads for prefill and decode; None: what suits this machine
+        n_cached:         positions that all sequences together may have; 0: n_ctx for each
         n_batch:          most tokens of one forward; n_ubatch: of one pass over the layers
         flash_attn:       "on", "off", or "auto"
         type_k, type_v:   how keys and values are cached: a name of KV_TYPES
         swa_full:         whole cache for layers with a window, so that truncate reaches back any length
         use_extra_bufts:  let llama.cpp keep weights in layouts of its own (repack, AMX); None: those that work here
+        device:           "": all GPUs; "cpu"; or GPUs as `edgert devices` names them, "CUDA0,CUDA1"
         n_gpu_layers:     layers on GPUs, the head counts as one; -1: all; FITTING: as many as fit beside the cache
         split_mode:       several GPUs share "layer" by layer, "row" by row, or "none": main_gpu runs all
         gpu_memory:       bytes that may be taken of each GPU; 0: what is free
@@ -89,14 +94,23 @@ class LlamaBackend(Backend):
         self._model: Any = None
         self._context: Any = None
         self._llama = llama = library()
-        path = _validated(model)
         if rpc:
             devices.add_rpc_servers(llama, rpc)
         bits = (KV_BITS[type_k] + KV_BITS[type_v]) / 2
-        offload = Offload.plan(path, n_gpu_layers, gpu_memory, n_ctx, n_seq_max, bits / 8, n_ubatch)
-        if require and not offload.whole:
+        with _validated(model) as file:
+            path = fspath(file.path)
+            n_ctx = n_ctx or file.get(f"{file.architecture}.context_length", int)
+            n_cached = n_cached or n_ctx * n_seq_max
+            offload = Offload.plan(
+                *(file, n_gpu_layers, n_cached, bits / 8),
+                device=device,
+                gpu_memory=gpu_memory,
+                n_ubatch=n_ubatch,
+                split_mode=split_mode,
+                main_gpu=main_gpu,
+            )
+        if require and not offload.whole and device.strip().lower() != "cpu":
             raise BackendUnavailableError(f"A GPU was required and {offload.why_not}: {offload.remedy}")
-        offload.split_mode, offload.main_gpu = SPLIT_MODES[split_mode], main_gpu
         messages.clear()
 
         self._model = load_model(path, use_extra_bufts, offload)
@@ -110,10 +124,9 @@ class LlamaBackend(Backend):
             raise ModelFileError(f"llama.cpp does not load {path}: {reason}")
         self._vocab = llama.llama_model_get_vocab(self._model)
 
-        n_ctx = n_ctx or int(llama.llama_model_n_ctx_train(self._model))
         n_batch = min(n_batch, n_ctx)
         options = llama.llama_context_default_params()
-        options.n_ctx = n_ctx * n_seq_max
+        options.n_ctx = n_cached
         options.n_batch = n_batch
         options.n_ubatch = min(n_ubatch, n_batch)
         options.n_seq_max = n_seq_max
@@ -124,6 +137,7 @@ class LlamaBackend(Backend):
         options.kv_unified = True
         options.no_perf = True
         options.offload_kqv = offload.n_layers > 0
+        options.op_offload = device.strip().lower() != "cpu"
         self._context = llama.llama_init_from_model(self._model, options)
         if not self._context:
             reason = messages.reason
@@ -135,7 +149,7 @@ class LlamaBackend(Backend):
         self._memory = llama.llama_get_memory(self._context)
 
         self.n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
-        self.n_ctx = n_ctx
+        self.n_ctx, self.n_cached = n_ctx, n_cached
         self.n_batch = n_batch
         self.n_seq_max = n_seq_max
         self.capabilities = frozenset({"fork", "truncate", "batch"})
@@ -199,7 +213,7 @@ class LlamaBackend(Backend):
                 self._llama.llama_memory_seq_rm(self._memory, sequence, self._lengths[sequence], -1)
             if status == 1:
                 raise DoesNotFitError(
-                    f"The cache of {self.n_ctx * self.n_seq_max} positions has no room for {n} more tokens: "
+                    f"The cache of {self.n_cached} positions has no room for {n} more tokens: "
                     "free a sequence or load the model with a larger -c/--ctx-size."
                 )
             reason = messages.reason
@@ -342,11 +356,13 @@ class LlamaBackend(Backend):
             self.close()
 
 
-def _validated(model: GGUFFile | str | Path) -> str:
-    """The path of a file whose structure our reader has checked; llama.cpp trusts what it reads."""
+@contextmanager
+def _validated(model: GGUFFile | str | Path) -> Iterator[GGUFFile]:
+    """A file whose structure our reader has checked; llama.cpp trusts what it reads."""
     if isinstance(model, str | Path):
         from edgert.quantize.gguf_file import GGUFFile
 
         with GGUFFile.open(model) as file:
-            return fspath(file.path)
-    return fspath(model.path)
+            yield file
+    else:
+        yield model

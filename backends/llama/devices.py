@@ -26,6 +26,13 @@ BUILDS = {
 }  # the command that builds llama.cpp for a maker's GPUs
 
 
+def build() -> str:
+    """The command for the GPU of this machine."""
+    from edgert.devices import gpus
+
+    return BUILDS[next((gpu.maker for gpu in gpus.gpus()), "nvidia")]
+
+
 @dataclass(frozen=True)
 class LlamaDevice:
     """A device of ggml's registry; memory in bytes."""
@@ -73,9 +80,24 @@ def devices() -> list[LlamaDevice]:
     return found
 
 
-def gpus() -> list[LlamaDevice]:
-    """The devices that layers can be given to."""
-    return [device for device in devices() if device.kind in ("gpu", "igpu")]
+def gpus(names: Sequence[str] = ()) -> list[LlamaDevice]:
+    """The devices that layers can be given to; with names, these in their order.
+
+    Raises: BackendUnavailableError for a name that is none of them.
+    """
+    found = {device.name: device for device in devices() if device.kind in ("gpu", "igpu")}
+    if unknown := [name for name in names if name not in found]:
+        here = f"it sees {', '.join(found)}" if found else "it sees none"
+        remedy = "choose one of these" if found else build()
+        raise BackendUnavailableError(f"llama.cpp has no GPU {unknown[0]!r} here ({here}): {remedy}")
+    return [found[name] for name in names] or list(found.values())
+
+
+def pointers(names: Sequence[str]) -> Any:
+    """What `llama_model_params.devices` takes: the devices of these names, closed by a null."""
+    ggml, pointer = _ggml(), ctypes.c_void_p
+    by_name = _function(ggml, "ggml_backend_dev_by_name", pointer, ctypes.c_char_p)
+    return (pointer * (len(names) + 1))(*[by_name(name.encode()) for name in names], None)
 
 
 def add_rpc_servers(llama: Any, endpoints: Sequence[str]) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgert.backends.llama import amx, devices
 from edgert.backends.llama.library import library, system_info
+from edgert.errors import BackendUnavailableError, DoesNotFitError
+
+if TYPE_CHECKING:
+    from edgert.quantize.gguf_file import GGUFFile
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +36,9 @@ class Offload:
     why: str = ""
     why_not: str = ""
     remedy: str = ""
-    split_mode: int = 1
+    split_mode: str = "layer"
     main_gpu: int = 0
+    names: tuple[str, ...] = ()
 
     @property
     def whole(self) -> bool:
@@ -41,36 +47,60 @@ class Offload:
     @classmethod
     def plan(
         cls,
-        path: str,
+        file: GGUFFile,
         wished: int,
-        gpu_memory: int,
-        n_ctx: int,
-        n_seq_max: int,
+        n_positions: int,
         kv_bytes: float,
-        n_ubatch: int,
+        *,
+        device: str = "",
+        gpu_memory: int = 0,
+        n_ubatch: int = 512,
+        split_mode: str = "layer",
+        main_gpu: int = 0,
     ) -> Offload:
-        """What fits on the GPUs that this build sees."""
-        from edgert.quantize.architecture import describe
-        from edgert.quantize.gguf_file import GGUFFile
+        """What fits on the GPUs that this build sees.
 
-        found = devices.gpus()
+        wished:       layers, -1 for all, FITTING
+        n_positions:  of the cache
+        kv_bytes:     of one element of the cache
+        device:       "" or "gpu": all GPUs; "cpu": none; else their names between commas
+
+        Raises: BackendUnavailableError for a device that is not here.
+        """
+        from edgert.quantize.architecture import describe
+
+        device = device.strip()
+        wished = 0 if device.lower() == "cpu" else wished
+        names = () if device.lower() in ("", "cpu", "gpu") else tuple(name.strip() for name in device.split(","))
+        found = devices.gpus(names)
+        if device.lower() == "gpu" and not found:
+            raise BackendUnavailableError(f"llama.cpp sees no GPU, as a build for the CPU alone: {devices.build()}")
         if not found or wished == 0:
-            why_not = "llama.cpp sees none" if not found else "-ngl 0 keeps all layers on the CPU"
-            why = "no GPU in this build" if wished != 0 and wished != FITTING and not found else ""
-            remedy = devices.BUILDS["nvidia"] if not found else "leave -ngl out"
+            chosen = "-ngl 0 keeps all layers on the CPU" if not device else "the device is the CPU"
+            why_not = "llama.cpp sees none" if not found else chosen
+            why = "no GPU in this build" if wished not in (0, FITTING) and not found else ""
+            remedy = devices.build() if not found else "leave -ngl and --device out"
             return cls(0, 0, "CPU", why, why_not, remedy)
-        with GGUFFile.open(path) as file:
-            a = describe(file)
-            total = a.n_layer + 1
-            free = [min(gpu.memory_free, gpu_memory or gpu.memory_free) for gpu in found]
-            n_positions = (n_ctx or a.n_ctx_train) * n_seq_max
-            fit = devices.layers_that_fit(file, a, free, n_positions, kv_bytes, n_ubatch)
+        if split_mode == "none":
+            found = found[main_gpu : main_gpu + 1]
+            if not found:
+                raise ValueError(f"main_gpu is {main_gpu}; there is no such GPU")
+        a = describe(file)
+        total = a.n_layer + 1
+        free = [min(gpu.memory_free, gpu_memory or gpu.memory_free) for gpu in found]
+        fit = devices.layers_that_fit(file, a, free, n_positions, kv_bytes, n_ubatch)
+        if device and wished == FITTING and not fit:
+            raise DoesNotFitError(
+                f"Not one layer of {file.path} fits beside {n_positions} cached positions into "
+                f"{', '.join(f'{size >> 20} MiB' for size in free)} of GPU memory: choose a smaller -c/--ctx-size."
+            )
         n = fit if wished == FITTING else total if wished < 0 else min(wished, total)
-        names = ", ".join(f"{gpu.name} ({gpu.description})" for gpu in found)
+        described = ", ".join(f"{gpu.name} ({gpu.description})" for gpu in found)
         room = ", ".join(f"{size >> 20} MiB" for size in free)
         why = f"{n} of {total} layers on the GPU" + (f", {fit} fit into {room}" if fit < total or n != fit else "")
         why_not = f"{n} of {total} layers fit into {room}"
-        return cls(n, total, names if n else "CPU", why, why_not, "choose a smaller -c/--ctx-size or model")
+        remedy = "choose a smaller -c/--ctx-size or model"
+        return cls(n, total, described if n else "CPU", why, why_not, remedy, split_mode, main_gpu, names)
 
 
 # AMX kernels: None before the first load, then "fine", "fails" (and must not be chosen), "refused" for good.
@@ -88,7 +118,10 @@ def load_model(path: str, use_extra_bufts: bool | None, offload: Offload) -> Any
     llama = library()
     params = llama.llama_model_default_params()
     params.n_gpu_layers = offload.n_layers
-    params.split_mode, params.main_gpu = offload.split_mode, offload.main_gpu
+    params.split_mode, params.main_gpu = SPLIT_MODES[offload.split_mode], offload.main_gpu
+    chosen = devices.pointers(offload.names)  # read during the load
+    if offload.names:
+        params.devices = ctypes.addressof(chosen)
     params.use_extra_bufts = use_extra_bufts is not False
 
     def load() -> Any:

@@ -27,6 +27,7 @@ class OnnxBackend(Backend):
     """A model run by ONNX Runtime; sequences of a batch are computed one after another.
 
     n_ctx:      positions that one sequence may have; 0: as many as the model was trained on
+    n_cached:   positions that all sequences together may have; 0: n_ctx for each
     device:     "auto" (an NPU, or else the CPU), or a name that `edgert devices` shows: cpu, openvino:npu, qnn ...
     require:    raise when the device cannot run the whole model, instead of leaving parts to the CPU
     """
@@ -39,6 +40,7 @@ class OnnxBackend(Backend):
         n_threads: int | None = None,
         n_batch: int = N_BATCH,
         n_seq_max: int = 1,
+        n_cached: int = 0,
         device: str = "auto",
         require: bool = False,
         progress: Callable[[int, int], None] | None = None,
@@ -50,7 +52,8 @@ class OnnxBackend(Backend):
         self.n_vocab, self.n_ctx, self.n_seq_max = a.n_vocab, n_ctx or a.n_ctx_train, n_seq_max
         self.n_batch = min(n_batch, self.n_ctx)
         n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
-        _check_fit(file, a, self.n_ctx * n_seq_max)
+        self.n_cached = n_cached or self.n_ctx * n_seq_max
+        _check_fit(file, a, self.n_cached)
         embedding = file.tensor("token_embd.weight")
         self._rows, self._format = embedding.data, embedding.format
         folder = ModelFolder(file, a)
@@ -136,6 +139,11 @@ class OnnxBackend(Backend):
             if start + len(places) > self.n_ctx:
                 raise ValueError(f"positions run from 0 to {self.n_ctx - 1}")
             runs[sequence] = places
+        if sum(self._lengths) + n > self.n_cached:
+            raise DoesNotFitError(
+                f"The cache of {self.n_cached} positions has no room for {n} more tokens: "
+                "free a sequence or load the model with a larger -c/--ctx-size."
+            )
         return runs
 
     def length(self, sequence: int) -> int:

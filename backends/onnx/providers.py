@@ -155,14 +155,21 @@ def devices() -> list[Device]:
 
 
 def find(name: str) -> Device:
-    """The device that a name like "qnn" or "openvino:cpu" means; "auto" is the first NPU, or else the CPU.
+    """The device that a name like "qnn" or "openvino:cpu" means; "auto" is the first NPU, or else the CPU;
+    "npu" and "gpu" are the first such.
 
     Raises: BackendUnavailableError when it cannot be used; its message says why and what would help.
     """
     found = devices()
+    npus = [device for device in found if device.kind == "npu"]
+    usable = [device for device in npus if not device.obstacle]
     if name == "auto":
-        npus = [device for device in found if device.kind == "npu" and not device.obstacle]
-        return npus[0] if npus else next(device for device in found if device.kind == "cpu")
+        return usable[0] if usable else next(device for device in found if device.kind == "cpu")
+    if name.lower() == "npu" and not usable:
+        reasons = "; ".join(f"{device.name}: {device.obstacle}: {device.remedy}" for device in npus)
+        raise BackendUnavailableError(f"ONNX Runtime reaches no NPU here ({reasons})")
+    if name.lower() in ("npu", "gpu"):
+        name = usable[0].name if name.lower() == "npu" else "openvino:gpu"
     for device in found:
         if name in (device.name, f"{device.provider.name}:{device.kind}"):
             if device.obstacle:

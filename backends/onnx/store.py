@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from edgert.backends.onnx import weights
 from edgert.backends.onnx.style import Style
 from edgert.backends.onnx.weights import Weights
+from edgert.devices.notes import Notes, cache_root
 from edgert.errors import DoesNotFitError
 from edgert.quantize.architecture import Architecture
 from edgert.quantize.gguf_file import GGUFFile
@@ -32,30 +33,23 @@ VERSION = 1  # of the graphs and of the weights' layout
 
 def root() -> Path:
     """The folder of the cache."""
-    import platformdirs
-
-    return Path(os.environ.get("EDGERT_CACHE") or platformdirs.user_cache_dir("edgert")) / "onnx"
+    return cache_root() / "onnx"
 
 
 def file_hash(file: GGUFFile) -> str:
     """sha256 of all shards, remembered for files that have not changed."""
     facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in file.paths]
-    memory = root() / "hashes.json"
-    try:
-        known = json.loads(memory.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        known = {}
-    key = json.dumps(facts)
-    if isinstance(known, dict) and isinstance(known.get(key), str):
-        return str(known[key])
+    notes, key = Notes("hashes"), json.dumps(facts)
+    known = notes.get(key)
+    if isinstance(known, str):
+        return known
     digest = hashlib.sha256()
     for path in file.paths:
         with path.open("rb") as stream:
             while piece := stream.read(1 << 22):
                 digest.update(piece)
     found = digest.hexdigest()
-    known = {**(known if isinstance(known, dict) else {}), key: found}
-    _write(memory, json.dumps(known).encode())
+    notes.put(key, found)
     return found
 
 

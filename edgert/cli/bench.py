@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgert.cli.flags import CACHE_FLAGS, CONTEXT, THREADS_HELP, Threads, backend_flag, flag
+from edgert.cli.flags import CACHE_FLAGS, CONTEXT, THREADS_HELP, Threads, backend_flags, backend_options, flag
 from edgert.cli.loading import ProgressLine, compiling, model_path, notices
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Several(click.ParamType):
 @click.option("-d", "--n-depth", type=Several(CONTEXT), default="0", show_default=True, help="Tokens cached before.")
 @flag("-t", "--threads", type=Several(Threads()), help=THREADS_HELP)
 @click.option("-r", "--repetitions", type=click.IntRange(1, 1000), default=5, show_default=True, help="Runs of a test.")
-@backend_flag
+@backend_flags
 @click.option("--against", type=click.Choice(["llama"]), help="Run llama.cpp in turn on the same file and threads.")
 @click.option(
     "-fa",
@@ -57,12 +57,12 @@ def command(
     n_depth: list[int],
     threads: list[int | None] | None,
     repetitions: int,
-    backend: str,
     against: str | None,
     flash_attn: str,
     cache_type_k: str | None,
     cache_type_v: str | None,
     output: str,
+    **flags: Any,
 ) -> None:
     """Measures prefill (pp) and decode (tg) of MODEL in tokens per second.
 
@@ -76,6 +76,8 @@ def command(
         raise click.UsageError("-p and -n are both 0: nothing to measure.")
     paths = [model_path(name) for name in model.split(",")] if model is not None else [model_path(None)]
     choices = ("on", "off") if flash_attn == "faster" else (flash_attn,)
+    engine = backend_options(flags)
+    backend = engine.pop("backend")
     results: list[Result] = []
     with ProgressLine() as line, notices(line):
         for path in paths:
@@ -86,6 +88,7 @@ def command(
                     progress=compiling(line),
                     cache_type_k=cache_type_k,
                     cache_type_v=cache_type_v,
+                    **engine,
                 )
     click.echo({"table": as_table, "json": as_json, "csv": as_csv}[output](results))
 

@@ -97,6 +97,7 @@ class Chat:
         """What model this is and what runs it."""
         lines = [f"model    {self.conversation.model}", f"engine   {self.model.verdict}"]
         lines += [f"         {name}: {value}" for name, value in self.model.verdict.details.items()]
+        lines += [f"tried    {trial}" for trial in self.model.verdict.trials]
         lines.append(f"context  {self.model.n_ctx} tokens")
         return "\n".join(lines)
 

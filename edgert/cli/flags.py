@@ -41,9 +41,32 @@ def _stack(function: F, decorators: list[Callable[[F], F]]) -> F:
     return function
 
 
-backend_flag = flag(
-    "--backend", help="Which engine runs it: auto, cpu, llama, onnx.", default="auto", show_default=True
-)
+def backend_flags(function: F) -> F:
+    """Which engine runs the model, and on what."""
+    return _stack(
+        function,
+        [
+            flag("--backend", help="Which engine runs it: auto, cpu, llama, onnx.", default="auto", show_default=True),
+            flag(
+                "--device",
+                metavar="DEVICE",
+                help="Where it runs: cpu, gpu, npu, or a name that `edgert devices` shows.  [the fastest]",
+            ),
+            flag(
+                "-ngl",
+                "--n-gpu-layers",
+                type=click.IntRange(-1),
+                help="Layers that llama.cpp gives to GPUs; -1: all.  [as many as fit]",
+            ),
+            flag("--require", is_flag=True, help="End with an error rather than run it elsewhere."),
+        ],
+    )
+
+
+def backend_options(flags: dict[str, Any]) -> dict[str, Any]:
+    """Takes those of `backend_flags` that were given out of a command's arguments, as `backends.load` takes them."""
+    found = {name: flags.pop(name) for name in ("backend", "device", "n_gpu_layers", "require")}
+    return {name: value for name, value in found.items() if value not in (None, False)}
 
 
 def json_flag(function: F) -> F:
@@ -93,7 +116,7 @@ def model_flags(function: F) -> F:
             flag("-m", "--model", metavar="MODEL", help="The model; without it, smollm2."),
             flag("-c", "--ctx-size", type=CONTEXT, help="Context in tokens; 0: the model's."),
             threads_flag,
-            backend_flag,
+            backend_flags,
             *CACHE_FLAGS,
             flag(
                 "--chat-template",

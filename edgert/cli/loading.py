@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgert import store
+from edgert.cli.flags import backend_options
 from edgert.cli.text import decoded
 from edgert.errors import EdgertError
 
@@ -166,7 +167,7 @@ def load(flags: dict[str, Any]) -> Model:
             **context,
             **speculation,
             n_threads=flags.pop("threads"),
-            backend=flags.pop("backend"),
+            **backend_options(flags),
             **types,
             chat_template=template_text(flags.pop("chat_template")),
             progress=compiling(line),

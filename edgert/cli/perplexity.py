@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgert.cli.flags import CONTEXT, backend_flag, flag, json_flag, threads_flag
+from edgert.cli.flags import CONTEXT, backend_flags, backend_options, flag, json_flag, threads_flag
 from edgert.cli.loading import ProgressLine, compiling, model_path, notices
 from edgert.cli.text import decoded
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     help="Compare with another file of the same vocabulary, or with llama.cpp on the same file.",
 )
 @threads_flag
-@backend_flag
+@backend_flags
 @json_flag
 def command(
     model: str | None,
@@ -44,8 +44,8 @@ def command(
     chunks: int | None,
     against: str | None,
     threads: int | None,
-    backend: str,
     as_json: bool,
+    **flags: Any,
 ) -> None:
     """Measures the perplexity of MODEL on a text: lower is better.
 
@@ -57,6 +57,7 @@ def command(
     from edgert.quantize.gguf_file import GGUFFile
     from edgert.tokenizer import Tokenizer
 
+    engines = backend_options(flags)
     path = model_path(model)
     base_path = path if against in (None, "llama") else model_path(against)
     text = decoded(text_path.read_bytes(), str(text_path)).removesuffix("\n")  # as llama.cpp reads a prompt file
@@ -73,12 +74,11 @@ def command(
         stack.enter_context(line)
         stack.enter_context(notices(line))
         arguments: dict[str, Any] = {"n_ctx": ctx_size, "n_threads": threads, "progress": compiling(line)}
-        engine = backends.load(path, backend=backend, **arguments)
+        engine = backends.load(path, **engines, **arguments)
         stack.callback(engine.close)
         base = None
         if against is not None:
-            kind = "llama" if against == "llama" else backend
-            base = backends.load(base_path, backend=kind, **arguments)
+            base = backends.load(base_path, **({"backend": "llama"} if against == "llama" else engines), **arguments)
             stack.callback(base.close)
         result = evaluate(
             engine,
