@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from filelock import FileLock, Timeout
+
 from edgert.errors import EdgertError
 
 CHUNK = 1 << 18
@@ -75,46 +77,17 @@ def check_space(folder: Path, needed: int) -> None:
 def exclusive(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
     """Holds a lock file while the block runs; a second process waits. The system frees it when one dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as file:
-        told = False
-        while not _try_lock(file):
-            if waiting and not told:
-                waiting()
-            told = True
-            time.sleep(0.2)
-        try:
-            yield
-        finally:
-            _unlock(file)
-
-
-if sys.platform == "win32":
-    import msvcrt
-
-    def _try_lock(file: IO[bytes]) -> bool:
-        file.seek(0)
-        try:
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        except OSError:
-            return False
-        return True
-
-    def _unlock(file: IO[bytes]) -> None:
-        file.seek(0)
-        msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)
-
-else:
-    import fcntl
-
-    def _try_lock(file: IO[bytes]) -> bool:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def _unlock(file: IO[bytes]) -> None:
-        fcntl.flock(file, fcntl.LOCK_UN)
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        if waiting:
+            waiting()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def fetch(

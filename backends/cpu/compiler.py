@@ -194,19 +194,39 @@ def addresses(names: Iterable[str], isa: Isa, progress: Progress | None = None) 
 
 
 def compile_all(names: Sequence[str], isa: Isa, progress: Progress | None = None) -> None:
-    """Compiles kernels into the cache, in as many child processes as there are cores to use.
+    """Compiles kernels that the cache lacks into it; programs that start side by side do it one after the other."""
+    from filelock import FileLock, Timeout
+
+    root = _compile_root(isa)
+    (root / "kernels").mkdir(exist_ok=True)
+    lock = FileLock(root / "kernels" / f"{cache_folder(isa).name}.lock")
+    progress = progress or (lambda done, total: None)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        progress(0, len(names))
+        lock.acquire()
+    try:
+        missing = [name for name in names if _stored(name, isa) is None]
+        if missing:
+            _compile(missing, isa, root, progress)
+        else:
+            progress(len(names), len(names))
+    finally:
+        lock.release()
+
+
+def _compile(names: Sequence[str], isa: Isa, root: Path, progress: Progress) -> None:
+    """Compiles in as many child processes as there are cores to use.
 
     Children keep Numba's memory out of this process and let each instruction set have its own code generator.
     A frozen application has no interpreter to start and compiles in its own process.
     """
-    root = _compile_root(isa)
-    if progress:
-        progress(0, len(names))
+    progress(0, len(names))
     if getattr(sys, "frozen", False) or not sys.executable:
         for done, name in enumerate(names, 1):
             compile_one(name, isa)
-            if progress:
-                progress(done, len(names))
+            progress(done, len(names))
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     n_workers = max(1, min(cores, len(names) // 2, 8))
@@ -224,8 +244,7 @@ def compile_all(names: Sequence[str], isa: Isa, progress: Progress | None = None
             assert worker.stdout and worker.stderr
             for _ in worker.stdout:
                 done += 1
-                if progress:
-                    progress(min(done, len(names)), len(names))
+                progress(min(done, len(names)), len(names))
             errors.append(worker.stderr.read())
             worker.wait()
     except BaseException:

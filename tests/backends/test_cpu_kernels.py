@@ -165,6 +165,20 @@ def test_kernels_are_cached_and_rebuilt(monkeypatch: pytest.MonkeyPatch, tmp_pat
         compiler.cache_folder.cache_clear()
 
 
+def test_programs_that_start_together_compile_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("EDGERT_CACHE", str(tmp_path))
+    monkeypatch.setenv("EDGERT_ISA", "portable")
+    script = (
+        "from edgert.backends.cpu import compiler, isa\n"
+        "compiler.compile_all(['angles', 'walk.role=post'], isa.select(), lambda done, _: print(done))"
+    )
+    programs = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    told = sorted(program.communicate()[0].split() for program in programs)
+    assert [program.returncode for program in programs] == [0, 0, 0]
+    assert [steps.count("1") for steps in told].count(1) == 1
+    assert all(steps[-1] == "2" for steps in told)
+
+
 @pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 5000])
 def test_damaged_kernels_are_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damage: bytes):
     """A file that a crash left without its content must not be run."""
