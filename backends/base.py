@@ -102,6 +102,9 @@ class Backend(ABC):
     n_ctx: int  # positions that one sequence may have
     n_batch: int  # most tokens that one forward takes
     n_seq_max: int
+    n_cached: int = 0  # positions that all sequences together may have; 0: n_ctx for each
+    n_window: int = 1  # positions that are computed best together, from a multiple of it on
+    fingerprint: str = ""  # of the model and of how it is cached, where the backend knows it
     capabilities: frozenset[str]
     verdict: Verdict
 
@@ -163,6 +166,11 @@ class Backend(ABC):
     def free(self, sequence: int) -> None:
         """Forgets the sequence."""
         self.truncate(sequence, 0)
+
+    def free_positions(self) -> int:
+        """By how many positions sequences may still grow, all together; too few where shared ones count twice."""
+        total = self.n_cached or self.n_ctx * self.n_seq_max
+        return max(0, total - sum(self.length(sequence) for sequence in range(self.n_seq_max)))
 
     def save(self, sequence: int, length: int) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
         """Copies of what is cached of the first `length` positions, and what JSON can hold about it.

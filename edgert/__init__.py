@@ -12,6 +12,8 @@ from edgert.errors import (
     DoesNotFitError,
     EdgertError,
     ModelFileError,
+    QueueFullError,
+    QueueTimeoutError,
     RequestError,
     UnsupportedFormatError,
 )
@@ -35,6 +37,8 @@ __all__ = [
     "ModelFileError",
     "Options",
     "Progress",
+    "QueueFullError",
+    "QueueTimeoutError",
     "Reply",
     "RequestError",
     "SamplingParams",

@@ -42,5 +42,23 @@ class RequestError(EdgertError):
         super().__init__(f"{field}: {reason}")
 
 
+class QueueFullError(EdgertError):
+    """No place is left in the queue; `retry_after` is the seconds in which those that wait will have begun."""
+
+    def __init__(self, n_waiting: int, retry_after: float) -> None:
+        self.n_waiting = n_waiting
+        self.retry_after = retry_after
+        super().__init__(f"{n_waiting} requests wait already: try again in {retry_after:.0f} s.")
+
+
+class QueueTimeoutError(EdgertError):
+    """A request waited for its turn as long as it may; `seconds` is how long, `retry_after` as in QueueFullError."""
+
+    def __init__(self, seconds: float, retry_after: float) -> None:
+        self.seconds = seconds
+        self.retry_after = retry_after
+        super().__init__(f"The request waited {seconds:.1f} s and did not begin: try again in {retry_after:.0f} s.")
+
+
 class SessionError(EdgertError):
     """A saved session is damaged, or belongs to another model or another kind of cache."""

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from edgert.backends.base import Backend, Verdict
 from edgert.errors import EdgertError, RequestError
-from edgert.generation import Engine, Generation, Scoring
+from edgert.generation import Engine, Generation, Limits, Scoring, Snapshot
+from edgert.generation.limits import PARALLEL
 from edgert.options import Options, Params, SamplingParams, function, integer, named, string
 from edgert.reply import Progress, Reply
 from edgert.sampler import Sampler
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_N_CTX = 4096
+KEPT_PREFIXES = 12  # sequences beyond those that run, for beginnings of prompts
 Message = Mapping[str, Any]
 OnProgress = Callable[[Progress], object]
 
@@ -53,6 +55,11 @@ def load(
     spec_max: int | None = None,
     spec_min: int | None = None,
     spec_p_min: float | None = None,
+    n_parallel: int | None = None,
+    n_queue: int | None = None,
+    prefix_cache: str = "shared",
+    prefix_quota: int | None = None,
+    window: float = 0.0,
     progress: Callable[[int, int], None] | None = None,
     **backend_options: Any,
 ) -> Model:
@@ -78,8 +85,15 @@ def load(
     spec_max:         most tokens guessed for a step; None: 15, of which as many are guessed as pay
     spec_min:         tokens always guessed, whether it pays or not
     spec_p_min:       the draft's tokens below this probability are not guessed
+    n_parallel:       requests computed at once; None: 4
+    n_queue:          requests that may wait besides, beyond which `QueueFullError` is raised; None: any number
+    prefix_cache:     whose cached beginnings a prompt may use: "shared": anybody's, "user": those of the same `user`,
+                      "off": none
+    prefix_quota:     cached tokens that a user keeps whatever others do; None: a quarter of the cache
+    window:           seconds in which an idle engine gathers requests before it begins
     progress:         called with (done, all) while kernels are compiled, which happens once on a machine
-    backend_options:  passed on to the backend
+    backend_options:  passed on to the backend; "n_cached": positions that all requests and the beginnings kept of
+                      earlier ones may have together, without it those of one context
 
     Raises: EdgertError and its subclasses, when the file, the machine or an option is at fault.
     """
@@ -106,8 +120,16 @@ def load(
         context.warn_beyond(file, n_ctx)
     if sampling is not None:
         defaults = defaults.changed(named("sampling", sampling))
+    limits = Limits(
+        n_parallel=PARALLEL if n_parallel is None else n_parallel,
+        n_queue=n_queue,
+        window=window,
+        prefix_cache=prefix_cache,
+        prefix_quota=prefix_quota,
+    )
     # Requests at once share the memory of one context; who lacks room waits.
-    backend_options = {"n_seq_max": 4, "n_cached": n_ctx} | backend_options
+    n_seq_max = (limits.n_parallel or PARALLEL) + (0 if prefix_cache == "off" else KEPT_PREFIXES)
+    backend_options = {"n_seq_max": n_seq_max, "n_cached": n_ctx} | backend_options
     engine = backends.load(
         path,
         backend=backend,
@@ -126,7 +148,7 @@ def load(
     except BaseException:
         engine.close()
         raise
-    return Model(engine, tokenizer, template, defaults, _sample_kernel(progress), speculator)
+    return Model(engine, tokenizer, template, defaults, _sample_kernel(progress), speculator, limits)
 
 
 def _sample_kernel(progress: Callable[[int, int], None] | None) -> SampleKernel | None:
@@ -151,13 +173,14 @@ class Model:
         defaults: SamplingParams | None = None,
         sample_kernel: SampleKernel | None = None,
         speculator: Speculator | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self.backend = backend
         self.tokenizer = tokenizer
         self.template = template
         self.defaults = defaults or SamplingParams()
         self._sample_kernel = sample_kernel
-        self._engine = Engine(backend, speculator)
+        self._engine = Engine(backend, speculator, limits)
         self._finalizer = weakref.finalize(self, self._engine.close)  # runs at exit of the program as well
 
     @property
@@ -179,6 +202,15 @@ class Model:
     def n_vocab(self) -> int:
         """Size of the vocabulary."""
         return self.backend.n_vocab
+
+    @property
+    def limits(self) -> Limits:
+        """How many requests run at once and may wait, and what the prefix cache keeps."""
+        return self._engine.limits
+
+    def snapshot(self) -> Snapshot:
+        """What the engine does at this moment and has done; cheap, and any thread may ask."""
+        return self._engine.snapshot()
 
     def close(self) -> None:
         """Gives back memory and threads; requests that run end with an error."""
@@ -232,7 +264,8 @@ class Model:
         on_progress:  called by the thread that reads the reply while the prompt is computed
         params:       the fields of SamplingParams and Options
 
-        Raises: RequestError naming the field; ContextFullError when the conversation is too long.
+        Raises: RequestError naming the field; ContextFullError when the conversation is too long, DoesNotFitError when
+        the cache could never hold it; QueueFullError, and later QueueTimeoutError from the reply.
         """
         extra = named("chat_template_kwargs", {} if chat_template_kwargs is None else chat_template_kwargs)
         if taken := {"self", "tokenizer", "messages", "tools"}.intersection(extra):

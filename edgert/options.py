@@ -154,6 +154,12 @@ class Options:
     ignore_eos:    the model's end tokens are forbidden
     logprobs:      whether each token comes with its log probability (before penalties and temperature)
     top_logprobs:  and with those of so many best tokens
+    user:          who asks, "" for nobody in particular: users get equal parts of the machine, and each has a part of
+                   the prefix cache for himself
+    priority:      a higher number begins first; one step is worth half a minute of waiting
+    timeout:       seconds from the request to its end; the reply then stops with finish_reason "timeout"
+    queue_timeout: seconds that it may wait for its turn
+    cache_prompt:  whether what is cached of earlier prompts may serve
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -162,6 +168,11 @@ class Options:
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    user: str = ""
+    priority: int = 0
+    timeout: float | None = None
+    queue_timeout: float | None = None
+    cache_prompt: bool = True
 
     @classmethod
     def of(cls, defaults: SamplingParams, **request: Any) -> Options:
@@ -179,10 +190,17 @@ class Options:
             limits["max_tokens"] = None if count == -1 else count
         if "stop" in given:
             limits["stop"] = _stop(given["stop"])
-        for name in ("ignore_eos", "logprobs"):
+        for name, usual in (("ignore_eos", False), ("logprobs", False), ("cache_prompt", True)):
             if name in given and not isinstance(given[name], bool):
                 raise RequestError(name, f"must be true or false, not {type(given[name]).__name__}")
-            limits[name] = given.get(name, False)
+            limits[name] = given.get(name, usual)
+        if "user" in given:
+            limits["user"] = string("user", given["user"])
+        if "priority" in given:
+            limits["priority"] = integer("priority", given["priority"], -100, 100)
+        for name in ("timeout", "queue_timeout"):
+            if name in given:
+                limits[name] = real(name, given[name], 0, 1e9, above=True)
         if "top_logprobs" in given:
             limits["top_logprobs"] = integer("top_logprobs", given["top_logprobs"], 0, 20)
             limits["logprobs"] = limits["logprobs"] or limits["top_logprobs"] > 0
@@ -218,3 +236,8 @@ class Params(TypedDict, total=False):
     ignore_eos: bool | None
     logprobs: bool | None
     top_logprobs: int | None
+    user: str | None
+    priority: int | None
+    timeout: float | None
+    queue_timeout: float | None
+    cache_prompt: bool | None

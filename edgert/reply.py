@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 
 
 @dataclass
@@ -118,8 +118,8 @@ class Chunk(NamedTuple):
 class Reply:
     """A whole reply.
 
-    finish_reason:  "stop" (the model ended, or a stop string came), "length" (max_tokens or the context is
-                    used up), "cancelled"
+    finish_reason:  "stop" (the model ended, or a stop string came), "length" (max_tokens, the context or the
+                    memory of the cache is used up), "cancelled", "timeout" (the request's time is used up)
     tokens:         the tokens chosen, the end token left out
     seed:           the seed in use; given again with the same request it gives the same text
     """

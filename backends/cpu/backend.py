@@ -85,7 +85,8 @@ class CpuBackend(Backend):
         self.n_vocab = a.n_vocab
         self.n_ctx = n_ctx or a.n_ctx_train
         self.n_batch = min(n_batch, max(WINDOW, -(-self.n_ctx // WINDOW) * WINDOW))
-        self.n_seq_max = n_seq_max
+        self.n_seq_max, self.n_cached = n_seq_max, n_cached or self.n_ctx * n_seq_max
+        self.n_window = WINDOW
         self.capabilities = frozenset({"fork", "truncate", "batch", "session", "observe", "replace"})
         n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
         if weights_as not in (None, *FLOAT_CODECS):
@@ -117,6 +118,7 @@ class CpuBackend(Backend):
             self._compile_usual()
             if CACHE_TYPES[types[0]].refined:
                 self._center_keys()
+            self.fingerprint = repr(sorted(self._session_facts().items()))
         except BaseException:
             self.close()
             raise
@@ -283,6 +285,9 @@ class CpuBackend(Backend):
 
     def length(self, sequence: int) -> int:
         return self._cache.lengths[sequence]
+
+    def free_positions(self) -> int:
+        return self._cache.free_positions
 
     def fork(self, source: int, target: int, length: int) -> None:
         if self._cache.lengths[target]:

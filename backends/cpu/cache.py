@@ -219,6 +219,12 @@ class PagedCache:
         return sum(pool.used * pool.stride for pool in self.pools.values())
 
     @property
+    def free_positions(self) -> int:
+        """Positions that free pages hold; layers with a window always have theirs."""
+        pool = self.pools.get(0)
+        return (pool.size - pool.used if pool else len(self.lengths) * self.max_pages) * PAGE
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one position in all layers."""
         return sum(pool.stride for pool in self.pools.values()) // PAGE

@@ -1,11 +1,17 @@
 """The loop between tokenizer and backend: requests of any number of callers share each forward step.
 
-task    what callers ask for: a text continued, a text scored
-slots   the backend's sequences, and what of earlier prompts they hold
-engine  the thread that runs tasks together, one step after the other
+task      what callers ask for: a text continued, a text scored
+limits    what an engine is told at its start
+schedule  whose turn it is, and how much of whose prompt a step reads
+prefix    which sequences hold which beginnings of prompts
+slots     the backend's sequences, who has which, and who may displace whom
+metrics   what is counted and timed
+engine    the thread that runs tasks together, one step after the other
 """
 
 from edgert.generation.engine import Engine
+from edgert.generation.limits import Limits
+from edgert.generation.metrics import Snapshot
 from edgert.generation.task import Generation, Scoring, Task
 
-__all__ = ["Engine", "Generation", "Scoring", "Task"]
+__all__ = ["Engine", "Generation", "Limits", "Scoring", "Snapshot", "Task"]

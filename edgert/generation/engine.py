@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgert.backends.base import Backend, Batch
-from edgert.errors import ContextFullError, DoesNotFitError, EdgertError, RequestError
+from edgert.errors import ContextFullError, DoesNotFitError, EdgertError, QueueFullError, RequestError
+from edgert.generation.limits import Limits
+from edgert.generation.metrics import Counters, Snapshot
+from edgert.generation.schedule import Pace, Queue, shared_out
 from edgert.generation.slots import Slots
 from edgert.generation.task import Generation, Item, Task
 
@@ -22,20 +26,34 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PREFILL_BESIDE_DECODE = 64  # prompt tokens in a step in which others wait for their next token
+REPLY = 128  # tokens that a reply is thought to have, before any has ended
 
 
 class Engine:
     """Runs tasks on a backend in a thread of its own, all of them a step further at a time.
 
+    Which task begins is the queue's affair (`schedule.Queue`), how much of whose prompt a step reads the pace's
+    (`schedule.Pace`), and which cached beginning serves whom the slots' (`slots.Slots`). A task begins when a place is
+    free and the cache will hold what it and those that run are expected to have; should replies become longer than
+    that, one of them is set aside and goes on later, and loses nothing.
+
     speculator:  guesses tokens for them, which the same step checks; None: nobody does
+    limits:      bounds; None: as many tasks at once as there are sequences, any number waiting
     """
 
-    def __init__(self, backend: Backend, speculator: Speculator | None = None) -> None:
+    def __init__(self, backend: Backend, speculator: Speculator | None = None, limits: Limits | None = None) -> None:
         self.backend = backend
         self.speculator = speculator
-        self._slots = Slots(backend)
-        self._waiting: deque[Task] = deque()
+        self.limits = limits = limits or Limits()
+        self.n_parallel = min(limits.n_parallel or backend.n_seq_max, backend.n_seq_max, backend.n_batch)
+        self._slots = Slots(backend, limits)
+        self._queue = Queue(limits.n_queue)
+        self._pace = Pace(backend.n_batch, limits.stall)
+        self._counters = Counters()
+        self._cancellations: deque[Task] = deque()
+        self._reply = float(REPLY)  # tokens of a reply, of late
+        self._next_look = 0.0  # when it is time to see whether a user gets nothing
+        self._n_replies = self._n_prompt = 0  # rows of the present step
         self._outbox: deque[tuple[Task, Item]] = deque()
         self._running: list[Task] = []
         self._changed = threading.Condition()
@@ -49,9 +67,14 @@ class Engine:
         self._views: dict[int, Batch] = {}
 
     def submit(self, task: Task) -> None:
-        """Queues a task; it starts as soon as a sequence is free.
+        """Queues a task; it begins when its turn has come and there is room.
 
-        Raises: RequestError for an empty prompt or ids outside the vocabulary; ContextFullError.
+        A server sets `task.user` and maps what is raised here, and what comes out of `task.output` as an item, to
+        HTTP: QueueFullError and QueueTimeoutError to 429 or 503 with their `retry_after`, DoesNotFitError and
+        ContextFullError to 400.
+
+        Raises: RequestError for an empty prompt or ids outside the vocabulary; ContextFullError for a prompt longer
+        than the context, DoesNotFitError for one that the cache can never hold with its reply; QueueFullError.
         """
         prompt, backend = task.prompt, self.backend
         if not len(prompt):
@@ -60,12 +83,65 @@ class Engine:
             raise RequestError("prompt", f"has token ids outside the vocabulary of {backend.n_vocab}")
         if len(prompt) > backend.n_ctx:
             raise ContextFullError(len(prompt), backend.n_ctx)
+        needed, capacity = self._whole(task, 0), self._slots.capacity
+        if needed > capacity:
+            raise DoesNotFitError(
+                f"The request needs {needed} positions of the cache ({len(prompt)} of the prompt, the rest for "
+                f"max_tokens) and all of it has {capacity}: ask for less, or load the model with a larger n_cached."
+            )
         with self._changed:
             if self._closed:
                 raise EdgertError("The model is closed: load it again.")
-            task.outbox = self._outbox
-            self._waiting.append(task)
+            task.outbox, task.cancellations = self._outbox, self._cancellations
+            task.arrived = perf_counter()
+            task.end = task.arrived + task.timeout
+            task.queue_end = min(task.end, task.arrived + task.queue_timeout)
+            try:
+                self._queue.add(task)
+            except QueueFullError:
+                self._counters.refused += 1
+                raise
             self._start()
+        if task.cancelled:
+            task.cancelled = True  # tells this engine
+
+    def _whole(self, task: Task, expected: float) -> int:
+        """Tokens that a task may have in the end, if a reply without a limit has so many as expected."""
+        most = expected if task.most_tokens is None else task.most_tokens
+        return int(min(len(task.prompt) + most, self.backend.n_ctx))
+
+    def snapshot(self) -> Snapshot:
+        """What is going on and what has been, for `/metrics` and `edgert top`; any thread may ask at any time."""
+        counters, slots, queue = self._counters, self._slots, self._queue
+        tokens, pieces = slots.held
+        try:
+            kv_bytes = 0 if self._closed else int(self.backend.memory().get("kv", 0))
+        except ValueError:  # closed in between
+            kv_bytes = 0
+        first, token, step = (
+            ring.percentiles(50, 99) for ring in (counters.first_token, counters.token, counters.step_time)
+        )
+        return Snapshot(
+            n_waiting=len(queue),
+            n_running=len(self._running),
+            n_parallel=self.n_parallel,
+            n_queue=self.limits.n_queue,
+            prefix_lookups=slots.lookups,
+            prefix_hits=slots.hits,
+            prefix_evictions=slots.evictions,
+            prefix_tokens=tokens,
+            prefixes=pieces,
+            kv_bytes=kv_bytes,
+            kv_bytes_total=slots.kv_total,
+            retry_after=queue.retry_after,
+            first_token_p50=first[0],
+            first_token_p99=first[1],
+            token_p50=token[0],
+            token_p99=token[1],
+            step_p50=step[0],
+            step_p99=step[1],
+            **counters.totals(),
+        )
 
     def _start(self) -> None:
         if self._thread is None:
@@ -138,7 +214,8 @@ class Engine:
         finally:
             with self._changed:
                 self._closed = True
-            for task in (*self._running, *self._waiting):
+                waiting = list(self._queue)
+            for task in (*self._running, *waiting):
                 if not task.done:
                     task.fail(EdgertError("The model was closed while the request ran."))
             for _, answer in self._calls:
@@ -148,8 +225,14 @@ class Engine:
     def _wait(self) -> bool:
         """Waits for work; false when there will be none."""
         with self._changed:
-            while not (self._closed or self._waiting or self._running or self._calls):
+            while not (self._closed or len(self._queue) or self._running or self._calls):
                 self._changed.wait()
+            if self.limits.window and not self._running:
+                end = perf_counter() + self.limits.window
+                while not self._closed and not self._calls and len(self._queue) < self.n_parallel:
+                    if (left := end - perf_counter()) <= 0:
+                        break
+                    self._changed.wait(left)
             return not self._closed
 
     def _send(self) -> None:
@@ -159,19 +242,30 @@ class Engine:
             task.send(item)
 
     def step(self) -> None:
-        """Admits what waits, evaluates one batch and hands out its logits."""
-        if self._waiting or [task for task in self._running if task.cancelled]:
-            self._admit()
+        """Ends what shall end, begins what can, evaluates one batch and hands out its logits."""
+        now = perf_counter()
+        if self._cancellations:
+            self._cancel()
+        if len(self._queue):
+            self._admit(now)
+        for task in self._running:
+            if task.end <= now and not task.done:
+                task.expire()
+        self._retire()
         parts = self._plan()
         if not parts:
             return
         guessed = self._guess(parts) if self.speculator else None
+        began = perf_counter()
         try:
             logits, row = self._forward(guessed or parts), 0
         except DoesNotFitError:
             if not guessed:
                 raise
             guessed, (logits, row) = None, (self._forward(parts), 0)
+        ended = perf_counter()
+        self._pace.learn(self._n_replies, self._n_prompt, ended - began)
+        self._counters.step(guessed or parts, began, ended)
         for task, count, rows in guessed or parts:
             task.slot.n_cached += count
             try:
@@ -182,6 +276,9 @@ class Engine:
                 task.fail(error)
             row += rows
             self._forget_wrong(task)
+            if rows:
+                self._counters.predicted_tokens += task.n_accepted + 1
+                self._queue.charge(task, task.n_accepted + 1)
         if guessed and self.speculator:
             self.speculator.learn([task for task, _, _ in guessed], [count - 1 for _, count, _ in guessed])
 
@@ -202,40 +299,120 @@ class Engine:
             self.backend.truncate(slot.sequence, sound)
             slot.n_cached = sound
 
-    def _admit(self) -> None:
-        for task in (*self._running, *self._waiting):
-            if task.cancelled and not task.done:
+    def _cancel(self) -> None:
+        """Ends what nobody wants any more, in the queue too: there it never begins."""
+        while self._cancellations:
+            task = self._cancellations.popleft()
+            if not task.done and (task.waiting or task in self._running):
                 task.cancel()
-        self._retire()
-        while self._waiting and len(self._running) < len(self._slots) and not self._crowded:
-            task = self._waiting.popleft()
-            if not task.done:
-                try:
-                    self._slots.place(task)
-                except Exception as error:
-                    task.fail(error)
-                    raise
-                self._running.append(task)
-                if not task.begun:
-                    task.begin()
-                    task.begun = True
+                if task.waiting:
+                    self._drop(task)
+
+    def _drop(self, task: Task) -> None:
+        with self._changed:
+            self._queue.drop(task)
+        self._counters.ended(task)
+
+    def _admit(self, now: float) -> None:
+        """Begins what can begin, ends what has waited too long."""
+        with self._changed:
+            late = self._queue.overdue(now)
+        for task in late:
+            if task.begun:
+                task.expire()
+            else:
+                task.fail(self._queue.too_late(task, now))
+                task.outcome = "timed out"
+            self._counters.ended(task)
+        if now >= self._next_look and len(self._running) == self.n_parallel > 1:
+            self._next_look = now + 0.1
+            self._share_places(now)
+        held: list[Task] = []
+        while len(self._running) < self.n_parallel and not self._crowded:
+            with self._changed:
+                following = self._queue.take(now)
+            if following is None:
+                break
+            task = following
+            if self._awaits(task):
+                held.append(task)
+            elif self._running and not self._slots.fits(task, self._whole(task, 2 * self._reply), self._committed()):
+                held.append(task)
+                self._crowded = True
+            else:
+                self._begin(task, now)
+        if held:
+            with self._changed:
+                for task in held:
+                    self._queue.put_back(task)
+
+    def _begin(self, task: Task, now: float) -> None:
+        try:
+            self._slots.place(task)
+        except Exception as error:
+            if not isinstance(error, EdgertError):
+                logger.exception("a request cannot begin")
+            task.fail(error)
+            with self._changed:
+                self._queue.ended(task)
+            self._counters.ended(task)
+            return
+        self._running.append(task)
+        self._queue.started(task, len(task.prompt) - task.slot.n_cached, now)
+        if not task.begun:
+            self._counters.started += 1
+            self._counters.cached_tokens += task.n_reused
+            task.begin()
+            task.begun = True
+
+    def _awaits(self, task: Task) -> bool:
+        """Whether the task does better to wait until another, which begins alike, has read what they share."""
+        if not self._running:
+            return False
+        if task.awaits is not None:
+            slot, reader, enough = task.awaits
+            if slot.task is reader and slot.pending > 1 and slot.n_cached < enough:
+                return True
+        found = self._slots.reader(task)
+        task.awaits = None
+        if found is not None and found[0].task is not None:
+            task.awaits = found[0], found[0].task, found[1]
+        return found is not None
+
+    def _committed(self) -> int:
+        """Positions by which those that run are expected to grow yet."""
+        return sum(max(0, self._whole(task, 2 * self._reply) - task.slot.n_cached) for task in self._running)
+
+    def _share_places(self, now: float) -> None:
+        """Sets aside a task of a user who has several, if another user waits and has none."""
+        users = Counter(task.user for task in self._running)
+        with self._changed:
+            waiting = self._queue.waiting_users()
+        hungry = [user for user, since in waiting if not users[user] and now - since > self.limits.patience]
+        user, most = users.most_common(1)[0]
+        if hungry and most > 1 and not self._crowded:
+            self._set_aside(next(task for task in reversed(self._running) if task.user == user))
+
+    def _set_aside(self, task: Task) -> None:
+        """Lets a task wait; what it has stays cached while there is room, and it goes on from there."""
+        slot = task.slot
+        task.prompt = slot.tokens[: slot.n_tokens].copy()
+        self._slots.release(slot)
+        self._running.remove(task)
+        self._counters.preempted += 1
+        with self._changed:
+            self._queue.put_back(task)
 
     def _plan(self) -> list[tuple[Task, int, int]]:
         """The tasks of this step, how many tokens each evaluates, and how many rows of logits it gets."""
-        tasks = self._running
-        budget = self.backend.n_batch
-        if len(tasks) > 1:
-            tasks = sorted(tasks, key=lambda task: task.slot.pending > 1)  # prompts after next tokens
-            if tasks[0].slot.pending == 1 < tasks[-1].slot.pending:
-                decodes = sum(task.slot.pending == 1 for task in tasks)
-                budget = min(budget, decodes + PREFILL_BESIDE_DECODE)
-        parts = []
-        for task in tasks:
-            count = min(task.slot.pending, budget)
-            if count:
-                rows = count if task.want_all else int(count == task.slot.pending)
-                parts.append((task, count, rows))
-                budget -= count
+        parts = [(task, 1, 1) for task in self._running if task.slot.pending == 1]
+        self._n_replies, self._n_prompt = len(parts), 0
+        if len(parts) < len(self._running):
+            prompts = [task for task in self._running if task.slot.pending > 1]
+            budget = self._pace.allows(len(parts))
+            for task, count in shared_out(prompts, budget, self.backend.n_window, self._counters.n_steps):
+                parts.append((task, count, count if task.want_all else int(count == task.slot.pending)))
+                self._n_prompt += count
         return parts
 
     def _forward(self, parts: Sequence[tuple[Task, int, int]]) -> NDArray[np.float32]:
@@ -260,26 +437,31 @@ class Engine:
                 all_.tokens[:start], all_.sequences[:start], all_.positions[:start], all_.wanted[:start]
             )
         self._send()  # the callers wake while the backend computes, which frees the interpreter for them
-        return self._slots.making_room(lambda: self.backend.forward(batch))
+        return self._slots.making_room(
+            lambda: self.backend.forward(batch), [task.user for task in self._running], alone=len(self._running) == 1
+        )
 
     def _give_way(self, error: DoesNotFitError) -> None:
-        """The newest task waits until another has ended; one that is alone and does not fit fails."""
-        newest = self._running[-1]
+        """The newest task of who holds most waits until another has ended; one that is alone has to end."""
         if len(self._running) == 1:
-            newest.fail(error)
+            self._running[0].give_up(error)
             return
-        slot = newest.slot
-        newest.prompt = slot.tokens[: slot.n_tokens].copy()
-        self._slots.release(slot)
-        self._running.pop()
-        self._waiting.appendleft(newest)
+        user = max({task.user for task in self._running}, key=self._slots.holding)
+        self._set_aside(next(task for task in reversed(self._running) if task.user == user))
         self._crowded = True
 
     def _retire(self) -> None:
         """Frees the slots of tasks that are done; what they have cached stays for the next prompt."""
         for task in [task for task in self._running if task.done]:
             self._running.remove(task)
-            if self.speculator and isinstance(task, Generation):
-                self.speculator.remember(task.slot, task.n_reused)
+            if isinstance(task, Generation):
+                if self.speculator and self.limits.prefix_cache != "user":
+                    self.speculator.remember(task.slot, task.n_reused)
+                self._counters.drafted(task.drafts)
+                if task.outcome == "finished":
+                    self._reply += 0.1 * (task.n_predicted - self._reply)
             self._slots.release(task.slot)
             self._crowded = False
+            with self._changed:
+                self._queue.ended(task)
+            self._counters.ended(task)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection
 from queue import SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from edgert.generation.slots import Slot
     from edgert.speculation.speculator import Request
 
+logger = logging.getLogger(__name__)
+
+Outcome = Literal["finished", "cancelled", "timed out", "failed"]
 Item = Chunk | Progress | NDArray[np.float32] | BaseException
 
 
@@ -39,14 +44,26 @@ class Task(ABC):
     reuse = True  # whether a cached prefix serves
     want_all = False  # whether the logits after every token are wanted, not only after the last
     most_guesses = 0  # tokens that may be guessed and checked in the next step
+    n_accepted = 0  # guesses that were right in the last step
+    most_tokens: int | None = None  # that may be added to the prompt; None: as many as the context holds
 
-    def __init__(self, prompt: NDArray[np.int32]) -> None:
+    def __init__(self, prompt: NDArray[np.int32], user: str = "", priority: int = 0) -> None:
         self.prompt = prompt  # what to evaluate first; after an interruption with the tokens chosen until then
+        self.user, self.priority = user, priority
         self.slot: Slot
         self.n_reused = 0  # tokens of the prompt that were cached when it began
         self.begun = False
-        self.cancelled = False
+        self.waiting = False  # in the queue
         self.done = False
+        self.outcome: Outcome = "finished"
+        self.order = 0  # among all that came
+        self.arrived = 0.0  # this and the next as perf_counter counts
+        self.timeout = self.queue_timeout = math.inf  # seconds that it may take, and of them wait
+        self.queue_end = self.end = math.inf  # when it must have begun, and be done
+        self.last_token = 0.0  # when the logits of its latest token were there; 0: none yet
+        self.awaits: tuple[Slot, Task, int] | None = None  # a prompt in work that this one will share so much of
+        self._cancelled = False
+        self.cancellations: deque[Task] = deque()
         self.output: SimpleQueue[Item] = SimpleQueue()
         self.wake: Callable[[], None] | None = None
         self.outbox: deque[tuple[Task, Item]] = deque()
@@ -63,10 +80,24 @@ class Task(ABC):
                 wake()
             except RuntimeError:  # the event loop has been closed
                 self.cancelled = True
+            except Exception:  # the callers of other tasks must not suffer
+                logger.exception("a request's caller cannot be woken")
+                self.cancelled = True
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether its caller has lost interest; may be set by any thread, and the next step knows."""
+        return self._cancelled
+
+    @cancelled.setter
+    def cancelled(self, value: bool) -> None:
+        self._cancelled = value
+        if value and not self.done:
+            self.cancellations.append(self)
 
     def fail(self, error: BaseException) -> None:
         """Ends the task with an error."""
-        self.done = True
+        self.done, self.outcome = True, "failed"
         self.put(error)
 
     def begin(self) -> None:  # noqa: B027
@@ -80,6 +111,15 @@ class Task(ABC):
     def cancel(self) -> None:
         """Ends the task because its caller wishes so."""
 
+    def expire(self) -> None:
+        """Ends the task because its time is used up."""
+        self.cancel()
+        self.outcome = "timed out"
+
+    def give_up(self, error: EdgertError) -> None:
+        """Ends the task because the cache has no room for its next token."""
+        self.fail(error)
+
 
 class Generation(Task):
     """A prompt that is continued token by token."""
@@ -92,18 +132,21 @@ class Generation(Task):
         decoder: Decoder,
         end_ids: Collection[int],
     ) -> None:
-        super().__init__(prompt)
+        super().__init__(prompt, options.user, options.priority)
+        self.reuse = options.cache_prompt
+        self.most_tokens = options.max_tokens
+        self.timeout = math.inf if options.timeout is None else options.timeout
+        self.queue_timeout = math.inf if options.queue_timeout is None else options.queue_timeout
         self.options = options
         self.sampler = sampler
         self._decoder = decoder
         self.end_ids = frozenset(end_ids)
         self.guessing: Request | None = None  # what the speculator knows about it
-        self.n_accepted = 0  # guesses that were right in the last step
         self.drafts = Drafts()
         self._stops = StopStrings(options.stop)
         self._n_prompt = len(prompt)
         self._n_read = 0  # tokens of the prompt that are in the cache
-        self._n_predicted = 0
+        self.n_predicted = 0
         self.whole = False  # nobody wants pieces: all text comes at the end, and nobody wakes before
         self._text = ""  # since the last chunk, as the next two
         self._tokens: list[int] = []
@@ -117,7 +160,7 @@ class Generation(Task):
     def advance(self, logits: NDArray[np.float32]) -> None:
         """Chooses a token after each row as long as it is the one that the next row was computed for."""
         self._last = perf_counter()
-        if self._n_predicted == 0:
+        if self.n_predicted == 0:
             self._prompt_end = self._last
             self._report_progress()
         if not len(logits):
@@ -145,12 +188,12 @@ class Generation(Task):
     def most_guesses(self) -> int:  # type: ignore[override]
         left = self.options.max_tokens
         room = len(self.slot.tokens) - self.slot.n_tokens
-        return room if left is None else min(room, left - self._n_predicted - 1)
+        return room if left is None else min(room, left - self.n_predicted - 1)
 
     def _take(self, token: int, row: NDArray[np.float32]) -> None:
         """Adds a token, chosen from a row of logits, to the reply, or ends it."""
         slot = self.slot
-        self._n_predicted += 1
+        self.n_predicted += 1
         self._last = perf_counter()
         if token in self.end_ids:
             self._finish("stop")
@@ -161,7 +204,7 @@ class Generation(Task):
         text, stopped = self._stops.push(self._decoder.push(token))
         if stopped:
             self._finish("stop", text, complete=True)
-        elif self._n_predicted == self.options.max_tokens or slot.n_tokens == len(slot.tokens):
+        elif self.n_predicted == self.options.max_tokens or slot.n_tokens == len(slot.tokens):
             self._finish("length", text)
         else:
             slot.tokens[slot.n_tokens] = token
@@ -179,6 +222,7 @@ class Generation(Task):
             text += tail if stopped else tail + self._stops.flush()
             reason = "stop" if stopped else reason
         self.done = True
+        self.outcome = {"cancelled": "cancelled", "timeout": "timed out"}.get(reason, "finished")  # type: ignore[assignment]
         self._emit(text, reason, self._stats())
 
     def _stats(self) -> Stats:
@@ -186,7 +230,7 @@ class Generation(Task):
             self.n_reused,
             self._n_read - self.n_reused,
             self._prompt_end - self._started,
-            self._n_predicted,
+            self.n_predicted,
             self._last - self._prompt_end,
             self.drafts,
         )
@@ -198,6 +242,15 @@ class Generation(Task):
 
     def cancel(self) -> None:
         self._finish("cancelled")
+
+    def expire(self) -> None:
+        self._finish("timeout")
+
+    def give_up(self, error: EdgertError) -> None:
+        if self.n_predicted:
+            self._finish("length")
+        else:
+            self.fail(error)
 
 
 class Scoring(Task):
@@ -219,3 +272,4 @@ class Scoring(Task):
 
     def cancel(self) -> None:
         self.fail(EdgertError("The request was cancelled."))
+        self.outcome = "cancelled"

@@ -1,0 +1,47 @@
+"""What an engine is told at its start: how many requests at once, how many may wait, what the prefix cache may keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgert.errors import RequestError
+from edgert.options import integer, real
+
+PREFIX_CACHES = ("shared", "user", "off")
+PARALLEL = 4  # requests computed at once, unless told otherwise
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one engine, checked.
+
+    n_parallel:    requests computed at once; None: as many as the backend has sequences
+    n_queue:       requests that may wait besides; None: any number
+    window:        seconds in which an idle engine gathers requests before the first step
+    stall:         while a prompt is read, replies that run wait at most so many times their usual time for a token
+    patience:      seconds after which a user of whom nothing runs takes a place from one who has several
+    prefix_cache:  whose cached beginnings a prompt may use: "shared": anybody's; "user": those of the same user, so
+                   that nobody learns from his times what others asked; "off": none
+    prefix_quota:  cached tokens that a user keeps whatever others do; None: a quarter of the cache. Room that nobody
+                   is entitled to is used by all, and taken back first from whoever exceeds his quota most.
+
+    Raises: RequestError naming the field.
+    """
+
+    n_parallel: int | None = None
+    n_queue: int | None = None
+    window: float = 0.0
+    stall: float = 3.0
+    patience: float = 1.0
+    prefix_cache: str = "shared"
+    prefix_quota: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, low in (("n_parallel", 1), ("n_queue", 0), ("prefix_quota", 0)):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, integer(name, value, low, 2**31 - 1))
+        for name, least, most in (("window", 0.0, 10.0), ("stall", 1.0, 1e6), ("patience", 0.0, 1e9)):
+            object.__setattr__(self, name, real(name, getattr(self, name), least, most))
+        if self.prefix_cache not in PREFIX_CACHES:
+            raise RequestError("prefix_cache", f"is one of {', '.join(PREFIX_CACHES)}, not {self.prefix_cache!r}")
