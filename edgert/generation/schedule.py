@@ -25,8 +25,8 @@ MARGIN = 0.8  # of the time that a step may take, because times scatter
 class Queue:
     """Tasks that wait, bounded, fair among users.
 
-    Whose turn it is: the user who has had the fewest tokens; one who comes back counts from where the least served of
-    those present is. Of one user the oldest is first. A priority goes before that, and waiting raises it, up to the
+    Whose turn it is: the user who has had the fewest tokens; one who comes back counts from just before the least
+    served of those present. Of one user the oldest is first. A priority goes before that, and waiting raises it, up to the
     highest that waits. Source: the virtual token counter of Sheng et al., "Fairness in Serving LLMs" (2024).
 
     All methods but `__len__` are called with the engine's lock held or by its thread alone.
@@ -57,7 +57,7 @@ class Queue:
         if not self._active[user]:
             present = [self._served[other] for other, n in self._active.items() if n and other in self._served]
             served = self._served.pop(user, 0.0)
-            self._served[user] = max(served, min(present, default=served))
+            self._served[user] = max(served, min(present, default=served) - 1)  # less by a token: he is next
         self._active[user] += 1
         self._order += 1
         task.order = self._order

@@ -71,7 +71,7 @@ class Slots:
         self._clock = itertools.count(1)
         self._keep = limits.prefix_cache != "off"
         self._index = PrefixIndex(backend.fingerprint, by_user=limits.prefix_cache == "user")
-        self.capacity = backend.n_cached or backend.n_ctx * backend.n_seq_max
+        self.capacity = backend.free_positions()
         self._quota = self.capacity // 4 if limits.prefix_quota is None else limits.prefix_quota
         self._n_parallel = min(limits.n_parallel or backend.n_seq_max, backend.n_seq_max)
         self._quota_slots = max(1, (backend.n_seq_max - self._n_parallel) * self._quota // self.capacity)

@@ -1,0 +1,321 @@
+"""The scheduler's rules alone: whose turn it is, who is refused, how much of a prompt a step reads."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgert.errors import QueueFullError
+from edgert.generation.schedule import AGE, DECODE_WEIGHT, Pace, Queue, shared_out
+from edgert.generation.task import Scoring, Task
+
+
+def task(user: str = "", *, arrived: float = 0.0, priority: int = 0, n: int = 10, wait: float = math.inf) -> Task:
+    made = Scoring(np.zeros(n, np.int32), 1)
+    made.user, made.priority, made.arrived, made.queue_end = user, priority, arrived, arrived + wait
+    return made
+
+
+def order(queue: Queue, now: float = 0.0, cost: int = 0) -> list[str]:
+    """Users in the order of their turns, each charged for what he takes."""
+    users = []
+    while found := queue.take(now):
+        queue.started(found, cost, now)
+        users.append(found.user)
+    return users
+
+
+# Turns
+
+
+def test_one_user_first_come_first_served() -> None:
+    queue, tasks = Queue(), [task(n=n, arrived=n) for n in range(1, 20)]
+    for each in tasks:
+        queue.add(each)
+    assert [queue.take(99.0) for _ in tasks] == tasks
+    assert queue.take(99.0) is None and len(queue) == 0
+
+
+def test_fifty_requests_of_one_user_do_not_starve_another() -> None:
+    queue = Queue()
+    for i in range(50):
+        queue.add(task("many", arrived=i))
+    for _ in range(3):
+        first = queue.take(50.0)
+        assert first
+        queue.started(first, 100, 50.0)
+    queue.add(task("one", arrived=51))
+    assert order(queue, 52.0, 100)[0] == "one"
+
+
+def test_tokens_count_not_requests() -> None:
+    """Long prompts against short ones: each user gets as many tokens."""
+    queue = Queue()
+    for _ in range(60):
+        queue.add(task("long"))
+        queue.add(task("short"))
+    tokens = {"long": 0, "short": 0}
+    for _ in range(44):
+        found = queue.take(0.0)
+        assert found
+        cost = 100 if found.user == "long" else 10
+        queue.started(found, cost, 0.0)
+        tokens[found.user] += cost
+    assert abs(tokens["long"] - tokens["short"]) <= 100
+
+
+def test_tokens_of_replies_count_more() -> None:
+    queue = Queue()
+    for user in ("talks", "reads", "talks", "reads"):
+        queue.add(task(user))
+    talks, reads = queue.take(0.0), queue.take(0.0)
+    assert talks and reads and (talks.user, reads.user) == ("talks", "reads")
+    queue.charge(talks, 10)
+    queue.started(reads, 10 * DECODE_WEIGHT - 1, 0.0)
+    assert order(queue) == ["reads", "talks"]
+
+
+def test_who_was_away_saves_nothing_up() -> None:
+    queue = Queue()
+    queue.add(task("early"))
+    early = queue.take(0.0)
+    assert early
+    for _ in range(10):
+        queue.add(task("busy"))
+    for _ in range(5):
+        busy = queue.take(0.0)
+        assert busy
+        queue.started(busy, 1000, 0.0)
+    queue.ended(early)
+    for _ in range(5):
+        queue.add(task("early"))
+    assert order(queue, 0.0, 1000)[:4].count("early") == 2
+
+
+def test_priority_goes_first_and_waiting_raises_it() -> None:
+    queue = Queue()
+    queue.add(task("slow", arrived=0.0))
+    for i in range(3):
+        queue.add(task("urgent", arrived=1.0 + i, priority=2))
+    first = queue.take(5.0)
+    assert first and first.user == "urgent"
+    late = 2 * AGE + 1
+    queue.started(first, 10, late)
+    second = queue.take(late)
+    assert second and second.user == "slow"
+    one = Queue()
+    for priority, arrived in ((0, 0.0), (1, AGE - 1), (1, AGE + 1)):
+        one.add(task(arrived=arrived, priority=priority))
+    turns = [(t.priority, t.arrived) for t in (one.take(AGE + 2) for _ in range(3)) if t]
+    assert turns == [(1, AGE - 1), (0, 0.0), (1, AGE + 1)]
+
+
+def test_a_bound_and_when_to_come_again() -> None:
+    queue = Queue(3)
+    for i in range(3):
+        queue.add(task(arrived=i))
+    with pytest.raises(QueueFullError) as caught:
+        queue.add(task())
+    assert (caught.value.n_waiting, caught.value.retry_after) == (3, 1.0)
+    for now in (10.0, 20.0):  # one begins each ten seconds
+        found = queue.take(now)
+        assert found
+        queue.started(found, 1, now)
+        queue.add(task())
+    with pytest.raises(QueueFullError) as caught:
+        queue.add(task())
+    assert caught.value.retry_after == 30.0
+    assert "30 s" in str(caught.value)
+
+
+def test_who_waits_too_long_is_found_and_forgotten() -> None:
+    queue = Queue(4)
+    soon, later, never = task(wait=1.0), task(wait=2.0), task()
+    for each in (never, later, soon):
+        queue.add(each)
+    assert queue.overdue(0.9) == []
+    assert queue.overdue(1.5) == [soon]
+    queue.drop(later)
+    assert queue.overdue(9.0) == []
+    assert list(queue) == [never] and len(queue) == 1
+    assert queue.take(9.0) is never
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["add", "take", "drop", "back", "end", "late"]), st.integers(0, 3))))
+def test_nobody_is_lost_or_comes_twice(actions: list[tuple[str, int]]) -> None:
+    """Whatever is done, the queue holds those that were added and not taken, dropped or overdue."""
+    queue, now = Queue(8), 0.0
+    waiting: list[Task] = []
+    running: list[Task] = []
+    for action, n in actions:
+        now += 1.0
+        if action == "add":
+            each = task(f"u{n}", arrived=now, wait=6.0 if n == 3 else math.inf, priority=n % 2)
+            try:
+                queue.add(each)
+                waiting.append(each)
+            except QueueFullError:
+                assert len(waiting) == 8
+        elif action == "take":
+            found = queue.take(now)
+            assert (found is None) == (not waiting)
+            if found:
+                waiting.remove(found)
+                running.append(found)
+        elif action == "drop" and waiting:
+            queue.drop(waiting.pop(n % len(waiting)))
+        elif action == "back" and running:
+            each = running.pop(n % len(running))
+            queue.put_back(each)
+            waiting.append(each)
+        elif action == "end" and running:
+            queue.ended(running.pop(n % len(running)))
+        elif action == "late":
+            for each in queue.overdue(now):
+                assert now >= each.queue_end
+                waiting.remove(each)
+        assert len(queue) == len(waiting)
+        assert set(queue) == set(waiting)
+    while found := queue.take(now):
+        waiting.remove(found)
+        queue.ended(found)
+    assert not waiting
+    for each in running:
+        queue.ended(each)
+    assert not queue._active
+
+
+# Pace
+
+
+class Machine:
+    """Steps that cost what a real one's do: the weights once, rows by kind; with noise."""
+
+    def __init__(self, decode: float, row: float, wide_row: float, noise: float = 0.0) -> None:
+        self.decode, self.row, self.wide_row, self.noise = decode, row, wide_row, noise
+        self.rng = random.Random(1)
+
+    def seconds(self, n_replies: int, n_prompt: int) -> float:
+        wide = n_prompt // 64 * 64
+        rows = n_replies + n_prompt - wide
+        time = self.decode + self.row * max(0, rows - 1) + self.wide_row * wide
+        return time * (1 + self.noise * self.rng.random())
+
+
+@pytest.mark.parametrize("n_replies", [1, 3, 8])
+@pytest.mark.parametrize(
+    "machine",
+    [
+        Machine(2.3e-3, 0.25e-3, 0.2e-3, 0.2),  # a small model on tiles
+        Machine(20e-3, 2e-3, 1.7e-3, 0.2),  # a larger one
+        Machine(0.5, 0.1, 0.09, 0.2),  # one that is far too large
+        Machine(10e-3, 0.1e-3, 0.1e-3, 0.2),  # memory is the bottleneck
+    ],
+)
+def test_replies_wait_at_most_three_times_as_long(machine: Machine, n_replies: int) -> None:
+    pace, usual, gaps = Pace(512, 3.0), [], []
+    for _ in range(20):
+        pace.learn(n_replies, 0, seconds := machine.seconds(n_replies, 0))
+        usual.append(seconds)
+    left, steps = 4000, 0
+    while left > 0:
+        n = min(left, pace.allows(n_replies))
+        assert n > 0
+        seconds = machine.seconds(n_replies, n)
+        pace.learn(n_replies, n, seconds)
+        gaps.append(seconds)
+        left, steps = left - n, steps + 1
+    assert max(gaps) <= 3 * float(np.median(usual))
+    best = max(
+        (n for n in (4, 8, 16, 32, 64, 128, 256) if machine.seconds(n_replies, n) < 2 * np.median(usual)), default=4
+    )
+    assert steps <= 4000 / best * 2 + 10  # and the prompt is not forgotten
+
+
+def test_a_prompt_alone_is_read_as_fast_as_it_goes_but_can_be_stopped() -> None:
+    fast, slow = Pace(512, 3.0), Pace(512, 3.0)
+    assert fast.allows(0) == 512
+    for _ in range(5):
+        fast.learn(0, 512, 0.1)
+        slow.learn(0, 512, 10.0)
+    assert fast.allows(0) == 512
+    assert slow.allows(0) * 10.0 / 512 <= 0.5
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 512), st.floats(1e-5, 10)), max_size=30),
+    n_batch=st.integers(1, 512),
+    n_replies=st.integers(0, 8),
+)
+def test_whatever_was_measured_something_is_read(
+    steps: list[tuple[int, int, float]], n_batch: int, n_replies: int
+) -> None:
+    pace = Pace(n_batch, 3.0)
+    for replies, prompt, seconds in steps:
+        if replies + prompt:
+            pace.learn(replies, prompt, seconds)
+    n_replies = min(n_replies, n_batch - 1)
+    assert 1 <= pace.allows(n_replies) <= n_batch - n_replies
+
+
+# Sharing a step
+
+
+class Prompt:
+    def __init__(self, user: str, pending: int, cached: int = 0) -> None:
+        self.user, self.slot = user, self
+        self.pending, self.n_cached = pending, cached
+
+
+def prompts(*given: tuple[str, int]) -> Any:
+    return [Prompt(user, pending) for user, pending in given]
+
+
+def test_users_get_equal_parts_and_the_rest_goes_to_who_can_use_it() -> None:
+    tasks = prompts(("a", 1000), ("a", 1000), ("b", 50), ("c", 400))
+    parts = {id(each): count for each, count in shared_out(tasks, 300)}
+    assert [parts.get(id(each), 0) for each in tasks] == [125, 0, 50, 125]
+
+
+def test_where_there_is_not_enough_for_all_they_take_turns() -> None:
+    tasks = prompts(("a", 100), ("b", 100), ("c", 100))
+    first = [shared_out(tasks, 16, 64, turn)[0][0].user for turn in range(4)]
+    assert first == ["a", "b", "c", "a"]
+
+
+def test_parts_end_where_the_backend_computes_best() -> None:
+    task = Prompt("a", 1000, cached=100)
+    seen = []
+    while task.pending:
+        ((_, count),) = shared_out([task], 200, 64)  # type: ignore[list-item]
+        task.pending, task.n_cached = task.pending - count, task.n_cached + count
+        seen.append(task.n_cached)
+    assert seen[-1] == 1100
+    assert all(end % 64 == 0 for end in seen[:-1])
+    assert all(b - a <= 200 for a, b in pairwise([100, *seen]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    given=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 300), st.integers(0, 200)), max_size=6),
+    budget=st.integers(0, 512),
+    window=st.sampled_from([1, 16, 64]),
+    turn=st.integers(0, 100),
+)
+def test_a_step_is_never_overfull_and_never_idle(
+    given: list[tuple[str, int, int]], budget: int, window: int, turn: int
+) -> None:
+    tasks: Any = [Prompt(*each) for each in given]
+    parts = shared_out(tasks, budget, window, turn)
+    assert sum(count for _, count in parts) <= budget
+    assert all(0 < count <= each.pending for each, count in parts)
+    assert bool(parts) == bool(tasks and budget)
