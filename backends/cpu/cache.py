@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.cpu.layouts import BLOCK, CACHE_TYPES, PAGE
+from edgert.backends.cpu.layouts import AHEAD, BLOCK, CACHE_TYPES, PAGE
 from edgert.backends.cpu.memory import aligned
 from edgert.errors import DoesNotFitError, RequestError
 
@@ -73,7 +73,7 @@ class Pool:
     def __init__(self, stride: int, lead: int, n_seq: int, max_pages: int, size: int) -> None:
         self.stride, self.lead, self.size = stride, lead, size
         self.data = aligned(size * stride).reshape(size, stride)
-        self.table = np.zeros((n_seq, lead + max_pages + 8), np.int32)  # kernels look a few entries ahead
+        self.table = np.zeros((n_seq, lead + max_pages + AHEAD), np.int32)
         self.first = [0] * n_seq
         self.end = [0] * n_seq
         self._references = np.zeros(size, np.int32)

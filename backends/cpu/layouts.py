@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 BLOCK = 32  # weights along a row that share the layout's unit, and activations that share a scale
 PAGE = 16  # positions of a sequence that are cached together
+AHEAD = 12  # entries beyond the end of a sequence's table of pages that kernels may look at
 WINDOW = 64  # positions that are computed as wide rows when a batch holds all of them
 WORDS_BYTES = 16  # beside each block of int8 activations, four float32 words (see `kernels/panel.py`)
 CHUNK = 256  # positions of a single token's attention that one unit of work covers

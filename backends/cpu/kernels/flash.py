@@ -2,6 +2,10 @@
 
 Several rows (query heads of one key-value head, of one or a few tokens) pass over the keys together, so that each
 key and value is loaded and converted once for all of them. Nothing of size n_ctx is stored.
+
+Beside each line of a page the same line of a later page is asked for: reading memory takes as long as computing, and
+a page's lines asked for in one go would keep each other waiting. Of float keys a quarter each comes from four pages
+at once, since processors fetch ahead by themselves within each of several streams.
 """
 
 from __future__ import annotations
@@ -12,12 +16,13 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from edgert.backends.cpu.kernels.packed import PackedKeys, PackedValues
-from edgert.backends.cpu.layouts import PAGE, CacheType
+from edgert.backends.cpu.layouts import AHEAD, PAGE, CacheType
 from edgert.backends.cpu.simd import F32, I32, I64, Emitter, Value
 
 PAGES = 8  # pages between two updates of the running maximum
 STEP = PAGES * PAGE
-AHEAD_BYTES = 12288  # between the page in work and the one asked for: pages of one head are far apart
+STREAMS = 4
+assert PAGES + STREAMS - 1 <= AHEAD
 MASKED, NOTHING = -1e30, -1e20  # a masked score, and a maximum below all scores but above that
 
 
@@ -54,14 +59,12 @@ def attend(
     """
     n_rows, n_vectors = len(rows), PAGE // e.lanes
     kind_k, kind_v = kinds
-    n_bytes = kind_k.page_bytes(dim), kind_v.page_bytes(dim)
-    ahead_by = min(PAGES, max(3, AHEAD_BYTES // sum(n_bytes)))
     packed_keys = PackedKeys(e, kind_k, dim, [row.q for row in rows]) if kind_k.is_packed else None
     packed_values = PackedValues(e, kind_v, dim, [row.out for row in rows], PAGES) if kind_v.is_packed else None
     scores = cgutils.alloca_once(e.b, F32, size=n_rows * STEP)
     scores_at = e.b.ptrtoint(scores, I64)
-    # addresses of the values of the pages at hand
-    pages_at = e.b.ptrtoint(cgutils.alloca_once(e.b, I64, size=PAGES), I64)
+    # addresses of the values of the pages at hand, and how far from each those of a step later are
+    pages_at = e.b.ptrtoint(cgutils.alloca_once(e.b, I64, size=2 * PAGES), I64)
     maxima = [e.var(e.const(F32, NOTHING)) for _ in rows]
     sums = [e.var(e.zero(F32)) for _ in rows]
     for row in rows:
@@ -74,23 +77,24 @@ def attend(
     ]  # as int32 vectors
     first_page = e.b.sdiv(begin, e.i64(PAGE))
     last_page = e.b.sdiv(e.add(end, PAGE - 1), e.i64(PAGE))
+
+    def offset_of(entry: Value, later: int = 0) -> Value:
+        return e.mul(stride, e.b.sext(e.load(I32, e.add(pages, e.mul(entry, 4)), 4 * later), I64))
+
     with e.loop(first_page, last_page, PAGES) as page:
         left = e.b.sub(last_page, page)
         n_pages = e.b.select(e.b.icmp_signed("<", left, e.i64(PAGES)), left, e.i64(PAGES))
         with e.loop(0, n_pages) as j:
-            at = e.mul(e.add(page, j), 4)
-            offset = e.mul(stride, e.b.sext(e.load(I32, pages, at), I64))
-            ahead = e.mul(stride, e.b.sext(e.load(I32, e.add(pages, at), 4 * ahead_by), I64))
-            for start, size in zip((keys, values), n_bytes, strict=True):
-                for line in range(0, size, 64):
-                    e.prefetch(e.add(start, ahead), line)
+            offset = offset_of(e.add(page, j))
+            aheads = [e.b.sub(offset_of(e.add(page, j), PAGES + i), offset) for i in range(STREAMS)]
             e.store(e.add(values, offset), pages_at, e.mul(j, 8))
+            e.store(aheads[0], pages_at, e.add(e.mul(j, 8), 8 * PAGES))
             key = e.add(keys, offset)
             for v in range(n_vectors):
                 if packed_keys:
-                    dots = packed_keys.scores(e, key, v)
+                    dots = packed_keys.scores(e, key, v, None if v else aheads[0])
                 else:
-                    dots = _scores(e, dim, rows, e.add(key, 2 * v * e.lanes))
+                    dots = _scores(e, dim, rows, e.add(key, 2 * v * e.lanes), [] if v else aheads)
                 position = e.add(e.mul(e.add(page, j), PAGE), v * e.lanes)
                 places = e.b.add(e.splat(e.b.trunc(position, I32)), lane)
                 for r, dot in enumerate(dots):
@@ -100,7 +104,7 @@ def attend(
                     e.store(e.b.select(seen, dot, masked), scores_at, at)
             if packed_keys and kind_k.refined:
                 with e.b.if_then(e.b.icmp_signed("==", e.add(page, j), e.i64(0))):
-                    rest = e.add(keys, e.mul(stride, e.b.sext(e.load(I32, pages, -4), I64)))
+                    rest = e.add(keys, offset_of(e.i64(-1)))
                     for v in range(n_vectors):
                         for r, dot in enumerate(packed_keys.scores(e, rest, v)):
                             at = 4 * (r * STEP + v * e.lanes)
@@ -122,25 +126,32 @@ def attend(
         e.store(sums[r].get(), row.out, dim * 4 + 4)
 
 
-def _scores(e: Emitter, dim: int, rows: list[Row], key: Value) -> list[Value]:
-    """q . k of each row with `lanes` positions side by side; enough chains to hide the multiply's latency."""
+def _scores(e: Emitter, dim: int, rows: list[Row], key: Value, aheads: list[Value]) -> list[Value]:
+    """q . k of each row with `lanes` positions side by side; enough chains to hide the multiply's latency.
+
+    aheads:  how far away the keys are that are asked for meanwhile, the farthest last
+    """
     chains = 1
     while chains * 2 * len(rows) <= 8 and dim % (chains * 2) == 0:
         chains *= 2
+    parts = len(aheads) if aheads and dim % (chains * len(aheads)) == 0 else 1
     totals = [[e.var(e.zero(e.vf)) for _ in range(chains)] for _ in rows]
-    with e.loop(0, dim, chains) as d:
-        for c in range(chains):
-            place = e.add(d, c)
-            k = e.load_half(key, e.mul(place, PAGE * 2))
-            for row, total in zip(rows, totals, strict=True):
-                q = e.broadcast(F32, row.q, e.mul(place, 4))
-                total[c].set(e.fma(k, q, total[c].get()))
+    for part in range(parts):
+        with e.loop(dim * part // parts, dim * (part + 1) // parts, chains) as d:
+            for c in range(chains):
+                at = e.mul(e.add(d, c), PAGE * 2)
+                if aheads and c % 2 == 0:
+                    e.prefetch(e.add(key, aheads[parts - 1 - part], at), 0)
+                k = e.load_half(key, at)
+                for row, total in zip(rows, totals, strict=True):
+                    q = e.broadcast(F32, row.q, e.mul(e.add(d, c), 4))
+                    total[c].set(e.fma(k, q, total[c].get()))
     results = []
     for total in totals:
-        parts = [part.get() for part in total]
-        while len(parts) > 1:
-            parts = [e.b.fadd(parts[i], parts[i + 1]) for i in range(0, len(parts), 2)]
-        results.append(parts[0])
+        sums = [chain.get() for chain in total]
+        while len(sums) > 1:
+            sums = [e.b.fadd(sums[i], sums[i + 1]) for i in range(0, len(sums), 2)]
+        results.append(sums[0])
     return results
 
 
@@ -189,9 +200,12 @@ def _add_values(
             )
         with e.loop(0, n_pages) as j:
             page = e.add(e.load(I64, found, e.mul(j, 8)), e.mul(d, 2))
+            later = e.load(I64, found, e.add(e.mul(j, 8), 8 * PAGES))
             with e.loop(0, PAGE) as p:
                 value = e.add(page, e.mul(p, dim * 2))
                 vectors = [e.load_half(value, 2 * i * e.lanes) for i in range(width)]
+                for line in range(0, 2 * width * e.lanes, 64):
+                    e.prefetch(e.add(value, later), line)
                 weight_at = e.mul(e.add(e.mul(j, PAGE), p), 4)
                 for r, total in enumerate(totals):
                     weight = e.broadcast(F32, scores, e.add(weight_at, r * STEP * 4))

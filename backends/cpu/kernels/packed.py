@@ -71,8 +71,11 @@ class PackedKeys:
         offset = e.b.mul(e.reduce(total, e.b.add), ir.Constant(I32, -_offset(e, self._kind)))
         e.store(offset, words, 4)
 
-    def scores(self, e: Emitter, page: Value, vector: int) -> list[Value]:
-        """q . k with `lanes` positions of the page, from vector * lanes on: a vector for each query."""
+    def scores(self, e: Emitter, page: Value, vector: int, ahead: Value | None = None) -> list[Value]:
+        """q . k with `lanes` positions of the page, from vector * lanes on: a vector for each query.
+
+        ahead:  how far away the page is that is asked for meanwhile
+        """
         kind, place = self._kind, 4 * vector * e.lanes
         scales_at = self._dim * PAGE * kind.bits // 8 + 2 * vector * e.lanes
         totals = [e.var(e.zero(e.vf)) for _ in range(self._n)]
@@ -83,10 +86,14 @@ class PackedKeys:
             queries = e.add(self._at, e.mul(block, BLOCK))
             sums = [e.broadcast(I32, words, r * self._stride + 4) for r in range(self._n)]
             for row in range(kind.bits):
+                if ahead is not None:
+                    e.prefetch(e.add(codes, ahead), row * 4 * PAGE)
                 for half, quads in enumerate(_unpack(e, kind, codes, row * 4 * PAGE + place)):
                     for r in range(self._n):
                         query = e.broadcast(I32, queries, r * self._stride + 16 * half + 4 * row)
                         sums[r] = e.dot(sums[r], quads, query, signed)
+            if ahead is not None:
+                e.prefetch(e.add(page, ahead, e.mul(block, 2 * PAGE), scales_at), 0)
             scale = e.load_half(page, e.add(e.mul(block, 2 * PAGE), scales_at))
             for r in range(self._n):
                 part = e.b.fmul(e.to_float(sums[r]), e.broadcast(F32, words, r * self._stride))
@@ -120,7 +127,7 @@ class PackedValues:
         """out = out * factor + weights . values of each query.
 
         weights:  addresses of float32 (n_pages * PAGE); largest: their maxima, scalars
-        found:    address of the pages' addresses
+        found:    address of the pages' addresses, and of how far from each the page is that is asked for meanwhile
         place:    position of the first page; bounds: int32 vectors, positions [low, high) that some query sees
         """
         n = len(self._outs)
@@ -135,6 +142,9 @@ class PackedValues:
             for first in range(0, self._n_vectors, self._together):
                 self._add_block(e, block, first, found, n_pages, sums, [e.splat(units[r]) for r in range(n)], factors)
 
+    def _ahead(self, e: Emitter, found: Value, j: Value) -> Value:
+        return e.load(I64, found, e.add(e.mul(j, 8), 8 * self._step // PAGE))
+
     def _largest_scale(
         self, e: Emitter, found: Value, n_pages: Value, at: Value, place: Value, bounds: tuple[Value, Value]
     ) -> Value:
@@ -143,6 +153,7 @@ class PackedValues:
         lane = ir.Constant(e.vi, list(range(e.lanes)))
         with e.loop(0, n_pages) as j:
             page = e.load(I64, found, e.mul(j, 8))
+            e.prefetch(e.add(page, at, self._ahead(e, found, j)), 0)
             for i in range(0, PAGE, e.lanes):
                 places = e.b.add(e.splat(e.b.trunc(e.add(place, e.mul(j, PAGE), i), I32)), lane)
                 seen = e.b.and_(
@@ -209,12 +220,16 @@ class PackedValues:
         with e.loop(0, n_pages) as j:
             page = e.add(e.load(I64, found, e.mul(j, 8)), start)
             weights = e.add(self._at, e.mul(j, PAGE))
+            ahead = self._ahead(e, found, j)
             for quad in range(PAGE // 4):
                 codes: dict[int, Value] = {}
                 for i in range(first, first + together):
                     if i not in codes:
                         stored = i if kind.bits == 8 else i % half
-                        vectors = _unpack(e, kind, page, quad * row_bytes + 4 * e.lanes * stored)
+                        place = quad * row_bytes + 4 * e.lanes * stored
+                        if place % 64 == 0:
+                            e.prefetch(e.add(page, ahead), place)
+                        vectors = _unpack(e, kind, page, place)
                         codes.update(zip((stored, stored + half), vectors, strict=False))
                 for r, total in enumerate(totals):
                     high = e.broadcast(I32, weights, 2 * self._step * r + 4 * quad)
