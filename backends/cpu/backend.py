@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from edgert.backends.base import Backend, Batch, OnInput, Verdict
 from edgert.backends.cpu import compiler
 from edgert.backends.cpu.cache import PagedCache, cache_type
+from edgert.backends.cpu.footprint import N_BATCH, check_fit
 from edgert.backends.cpu.graph import (
     N_NARROW,
     N_TOKENS,
@@ -40,7 +40,6 @@ from edgert.quantize.gguf_file import Model
 
 logger = logging.getLogger(__name__)
 
-N_BATCH = 512
 _ONE = np.array([1, 0, 1, 1])  # a step's header: tokens, wide, narrow and wanted rows
 CENTERING_TOKENS = 256
 SESSION_LAYOUT = 1  # of pages; another number where saved pages would no longer mean the same
@@ -93,7 +92,8 @@ class CpuBackend(Backend):
             raise ValueError(f"weights_as is one of {', '.join(FLOAT_CODECS)}, not {weights_as!r}")
         packing = Packer.kernels(file, [n for n, shape in a.tensors().items() if len(shape) == 2], weights_as)
         types = cache_type("k", cache_type_k, a.head_dim), cache_type("v", cache_type_v, a.head_dim)
-        _check_fit(file, a, n_cached or self.n_ctx * n_seq_max, types, weights_as)
+        n_positions = n_cached or self.n_ctx * n_seq_max
+        check_fit(file, a, n_positions, self.n_ctx, types, weights_as, probe.probe().memory_available)
         self._fingerprint = _fingerprint(file, a)
         self._progress = progress
         self._closed = False
@@ -105,7 +105,7 @@ class CpuBackend(Backend):
         self._team: Team = team or Team(n_threads, self.isa)
         try:
             weights = pack_model(a, Packer(file, self.isa, self._team, weights_as))
-            pages = -(-(n_cached or self.n_ctx * n_seq_max) // PAGE) + n_seq_max
+            pages = -(-n_positions // PAGE) + n_seq_max
             windows = [layer.window for layer in a.layers]
             self._cache = PagedCache(
                 windows, a.n_head_kv, a.head_dim, n_seq_max, self.n_ctx, pages, self.n_batch, *types
@@ -405,23 +405,3 @@ def _fingerprint(file: Model[Any], a: Architecture) -> str:
         digest.update(f"{name} {tensor.shape}".encode())
         digest.update(np.ascontiguousarray(tensor.rows(0, 1), np.float32).tobytes())
     return digest.hexdigest()
-
-
-def _check_fit(
-    file: Model[Any], a: Architecture, n_positions: int, types: tuple[str, str], weights_as: str | None
-) -> None:
-    """Refuses a cache that could not be filled, before any work."""
-    if weights_as:
-        n_bytes = sum(prod(shape) for shape in a.tensors().values()) * CODECS[weights_as].bits // 8
-    else:
-        n_bytes = sum(tensor.n_bytes for tensor in file.tensors.values())
-    page = a.n_layer * a.n_head_kv * sum(CACHE_TYPES[name].page_bytes(a.head_dim) for name in types)
-    per_position = page // PAGE
-    needed, available = n_bytes + n_positions * per_position, probe.probe().memory_available
-    if needed > available:
-        most = (available - n_bytes) // per_position
-        remedy = f"at most -c {most} fits" if most >= WINDOW else "a smaller model, or one of fewer bits, may fit"
-        raise DoesNotFitError(
-            f"{file.path} with {n_positions} cached positions needs {needed >> 20} MiB, "
-            f"and {available >> 20} MiB are available: {remedy}."
-        )

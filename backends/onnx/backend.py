@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from edgert.backends.base import Backend, Batch, Verdict
 from edgert.backends.onnx import providers
+from edgert.backends.onnx.footprint import footprint
 from edgert.backends.onnx.providers import CPU, Device
 from edgert.backends.onnx.runner import FusedRunner, Runner, StaticRunner
 from edgert.backends.onnx.store import ModelFolder
-from edgert.devices import probe
+from edgert.devices import fitting, probe
 from edgert.errors import BackendUnavailableError, DoesNotFitError
 from edgert.quantize.architecture import Architecture, describe
 from edgert.quantize.gguf_file import GGUFFile
@@ -53,7 +54,7 @@ class OnnxBackend(Backend):
         self.n_batch = min(n_batch, self.n_ctx)
         n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
         self.n_cached = n_cached or self.n_ctx * n_seq_max
-        _check_fit(file, a, self.n_cached)
+        _check_fit(file, a, self.n_ctx, self.n_cached)
         embedding = file.tensor("token_embd.weight")
         self._rows, self._format = embedding.data, embedding.format
         folder = ModelFolder(file, a)
@@ -183,17 +184,17 @@ class OnnxBackend(Backend):
         return self._runner
 
 
-def _check_fit(file: GGUFFile, a: Architecture, n_positions: int) -> None:
-    """Refuses what could not be filled: weights as converted and as the provider lays them out, a float32 cache."""
-    per_position = a.n_layer * 2 * a.n_head_kv * a.head_dim * 4
-    needed, available = 2 * file.n_bytes + n_positions * per_position, probe.probe().memory_available
-    if needed > available:
-        most = (available - 2 * file.n_bytes) // per_position
-        remedy = f"at most -c {most} fits" if most >= 64 else "a smaller model, or one of fewer bits, may fit"
-        raise DoesNotFitError(
-            f"{file.path} with {n_positions} cached positions needs {needed >> 20} MiB in ONNX Runtime, "
-            f"and {available >> 20} MiB are available: {remedy}."
-        )
+def _check_fit(file: GGUFFile, a: Architecture, n_ctx: int, n_positions: int) -> None:
+    """Refuses what could not be filled."""
+    available = probe.probe().memory_available
+
+    def needed(n: int) -> int:
+        return sum(footprint(file, a, n, n_positions / n_ctx))
+
+    if needed(n_ctx) > available:
+        what = f"{file.path} with {n_positions} cached positions in ONNX Runtime"
+        missing = fitting.missing(needed(n_ctx), available)
+        raise DoesNotFitError(f"{what} {missing}; {fitting.remedy(needed, {}, n_ctx, available)}.")
 
 
 def _check_required(device: Device, runner: Runner) -> None:

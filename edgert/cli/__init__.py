@@ -21,6 +21,7 @@ VERBS = {
     "pull": "Fetch a model.",
     "ls": "List the models on this machine.",
     "show": "Show what a model is and what it costs.",
+    "plan": "Show whether a model fits here and how fast it will be.",
     "rm": "Delete a model.",
     "quantize": "Make a smaller model of a larger one.",
     "prune": "Take layers out of a model (experimental).",

@@ -17,12 +17,6 @@ if TYPE_CHECKING:
     from edgert.quantize.gguf_file import GGUFFile
 
 N_CTX = 4096  # where neither -c nor the model says otherwise
-N_BATCH = 512  # tokens of one prefill step
-
-# Python with Numba's compiler and the tokenizer: resident memory of a loaded model less its weights, cache and
-# buffers. Measured on x86-64 Linux with vocabularies of 49,152 and of 262,144 tokens: 91 MB and 129 MB.
-PROGRAM = 82_000_000
-PROGRAM_PER_TOKEN = 181
 
 
 @click.command()
@@ -153,34 +147,16 @@ def memory_cost(
     n_ctx: int | None,
     types: tuple[str | None, str | None] = (None, None),
 ) -> dict[str, int]:
-    """Bytes that the process takes with a context full of tokens.
+    """Bytes that the process takes with a context full of tokens, as `backends.cpu.footprint` tells them."""
+    from dataclasses import asdict
 
-    kv:       keys and values of every layer: of all positions, or of those that a window keeps
-    buffers:  activations of one prefill step, float32, and the logits of one token
-    program:  what runs the model
-    """
-    from edgert.backends.cpu.cache import cache_bytes, cache_type
+    from edgert.backends.cpu.footprint import footprint
 
-    a = architecture
     if n_ctx is None:
-        n_ctx = min(N_CTX, a.n_ctx_train)
-    n_ctx = n_ctx or a.n_ctx_train
-    weights = sum(tensor.n_bytes for tensor in file.tensors.values())
-    type_k, type_v = (cache_type(side, name, a.head_dim) for side, name in zip("kv", types, strict=True))
-    windows = [layer.window for layer in a.layers]
-    kv, per_token = cache_bytes(windows, a.n_head_kv, a.head_dim, n_ctx, N_BATCH, type_k, type_v)
-    heads = (a.n_head + 2 * a.n_head_kv) * a.head_dim
-    buffers = 4 * (min(N_BATCH, n_ctx) * (3 * a.n_embd + heads + 2 * a.n_ff) + a.n_vocab)
-    program = PROGRAM + PROGRAM_PER_TOKEN * a.n_vocab
-    return {
-        "n_ctx": n_ctx,
-        "weights": weights,
-        "kv": kv,
-        "kv_per_token": per_token,
-        "buffers": buffers,
-        "program": program,
-        "total": weights + kv + buffers + program,
-    }
+        n_ctx = min(N_CTX, architecture.n_ctx_train)
+    n_ctx = n_ctx or architecture.n_ctx_train
+    cost = footprint(file, architecture, n_ctx, types=types)
+    return {"n_ctx": n_ctx, **asdict(cost), "total": cost.total}
 
 
 def as_text(facts: dict[str, Any]) -> str:

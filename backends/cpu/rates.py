@@ -1,0 +1,264 @@
+"""How fast this machine runs the cpu backend's kernels, measured on a small random model; from that, any model's rates.
+
+A step of many tokens takes the time to compute, a single token the time to read weights and cache; bytes and
+multiply-adds are counted from the description of the model. Attention has kernels of its own for each shape of heads,
+so the random model takes on the shape that is asked about.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from edgert.backends.base import Backend, Batch
+from edgert.backends.cpu.footprint import Footprint
+from edgert.backends.cpu.isa import select
+from edgert.devices import measure, probe
+from edgert.devices.notes import Notes
+from edgert.quantize.architecture import Architecture
+
+Heads = tuple[int, int, int]  # n_head, n_head_kv, head_dim
+USUAL: Heads = (9, 3, 64)  # SmolLM2's, whose kernels are there for most
+WEIGHTS = 28_000_000  # of the random model: more than caches near the cores hold, and soon computed
+CHUNK, DEPTH = 512, 4096  # tokens of a prefill step, and cached ones before it
+BUSY = 1.5  # times the best step: what the usual one takes where other programs compute as well
+NARROW = 32  # tokens of a step that multiplies int8 numbers on every processor
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What is measured; multiply-adds and bytes a second by all threads together.
+
+    prefill, attention:  of weights, and of cached keys and values, in a prefill step
+    int8:                of weights in a step of few tokens
+    kv:                  bytes of cached keys and values that a single token takes in, from the caches of the processor
+    efficiency:          with which a single token's step reads weights: the share of plain reading
+    read:                bytes read a second, by how many are read again and again
+    busy:                whether other programs took so much that the figures are low
+    """
+
+    threads: int
+    isa: str
+    prefill: float
+    attention: float
+    int8: float
+    kv: float
+    efficiency: float
+    read: dict[int, float]
+    busy: bool = False
+
+    def bandwidth(self, n_bytes: float) -> float:
+        """Bytes a second for a working set, straight between what was measured."""
+        sizes = sorted(self.read)
+        if n_bytes <= sizes[0]:
+            return self.read[sizes[0]]
+        for left, right in itertools.pairwise(sizes):
+            if n_bytes <= right:
+                share = (n_bytes - left) / (right - left)
+                return self.read[left] + share * (self.read[right] - self.read[left])
+        return self.read[sizes[-1]]
+
+    @property
+    def basis(self) -> str:
+        """Where predictions come from."""
+        return (
+            f"{self.threads} threads, {self.isa}: memory is read at {self.read[max(self.read)] / 1e9:.1f} GB/s, "
+            f"{self.prefill / 1e9:,.0f} G multiply-adds/s in prefill, {self.attention / 1e9:,.0f} in its attention, "
+            f"cache taken in at {self.kv / 1e9:.1f} GB/s, measured here"
+            + (" while other programs ran" if self.busy else "")
+        )
+
+
+def rates(n_threads: int | None = None, heads: Heads = USUAL, *, fresh: bool = False, progress: Any = None) -> Rates:
+    """This machine's rates for heads of a shape, from the notes of an earlier measurement unless `fresh`.
+
+    Measuring takes two seconds, and ten more where kernels are compiled first.
+    """
+    n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
+    isa = select(None).name
+    notes, key = Notes("rates"), _key(n_threads, isa, heads)
+    found = None if fresh else _noted(notes.get(key))
+    if found is None:
+        found = _measured(n_threads, isa, heads, progress)
+        if not found.busy:
+            notes.put(key, asdict(found))
+    return found
+
+
+def _key(n_threads: int, isa: str, heads: Heads) -> str:
+    try:
+        version = metadata.version("edgert")
+    except metadata.PackageNotFoundError:
+        version = ""
+    return json.dumps([probe.probe().model_name, n_threads, isa, heads, version])
+
+
+def _noted(note: Any) -> Rates | None:
+    try:
+        return Rates(**{**note, "read": {int(size): float(rate) for size, rate in note["read"].items()}})
+    except (TypeError, KeyError, ValueError, AttributeError):
+        return None
+
+
+def _measured(n_threads: int, isa: str, heads: Heads, progress: Any) -> Rates:
+    from edgert.backends import specimen
+    from edgert.backends.cpu.backend import CpuBackend
+    from edgert.quantize.gguf_file import GGUFFile
+
+    read = measure.read_bandwidths(n_threads)
+    with tempfile.TemporaryDirectory(prefix="edgert-") as folder:
+        path = specimen.write(Path(folder) / "specimen.gguf", n_ctx=DEPTH + 2 * CHUNK, **_sizes(heads))
+        with GGUFFile.open(path) as file:
+            backend = CpuBackend(file, n_ctx=DEPTH + 2 * CHUNK, n_threads=n_threads, cache_type_k="f16",
+                                 cache_type_v="f16", progress=progress)  # fmt: skip
+            a = backend.architecture
+            weights = sum(file.tensor(name).n_bytes for name in a.tensors() if name.startswith("blk."))
+    try:
+        work, clock = Work.of(a), _Clock(backend)
+        steps = {n: clock.step(n, 0, 9) for n in (CHUNK, NARROW)}
+        single = clock.single(0)
+        for start in range(0, DEPTH, CHUNK):
+            backend.forward(_batch(backend, CHUNK, start))
+        deep, single_deep = clock.step(CHUNK, DEPTH, 5), clock.single(DEPTH)
+    finally:
+        backend.close()
+    attention = work.attention(DEPTH) * CHUNK / max(deep - steps[CHUNK], 1e-9)
+    own = work.attention_of_prompt(CHUNK) / attention
+    shell = Rates(n_threads, isa, 1, 1, 1, 1, 1, read)
+    kv_bytes = DEPTH * a.n_layer * a.n_head_kv * a.head_dim * 4
+    # What is left when the time to read the same bytes from the caches is taken off, but at least half of it.
+    kv_seconds = max(single_deep - single, 1e-9)
+    kv_seconds = max(kv_seconds - kv_bytes / shell.bandwidth(weights + kv_bytes), kv_seconds / 2)
+    return Rates(
+        n_threads,
+        isa,
+        prefill=work.weights * CHUNK / max(steps[CHUNK] - own, steps[CHUNK] / 2),
+        attention=attention,
+        int8=work.weights * NARROW / steps[NARROW],
+        kv=kv_bytes / kv_seconds,
+        efficiency=min(1.0, weights / shell.bandwidth(weights) / single),
+        read=read,
+        busy=clock.busy,
+    )
+
+
+def _batch(backend: Backend, n: int, start: int) -> Batch:
+    return Batch.of([(7 * i + start) % backend.n_vocab for i in range(n)], start, wanted="none")
+
+
+def _sizes(heads: Heads) -> dict[str, Any]:
+    """Of a model with such heads."""
+    n_head, n_head_kv, head_dim = heads
+    n_embd = n_head * head_dim
+    n_ff = -(-5 * n_embd // 64) * 32
+    layer = n_embd * (2 * n_embd + 2 * n_head_kv * head_dim + 3 * n_ff)
+    return {
+        "n_embd": n_embd,
+        "n_ff": n_ff,
+        "n_head": n_head,
+        "n_head_kv": n_head_kv,
+        "n_layer": max(4, round(WEIGHTS / layer)),  # one alone stays in the caches
+    }
+
+
+class _Clock:
+    """Times steps; `busy` when some took far longer than the best of their kind."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.busy = False
+
+    def step(self, n: int, depth: int, repetitions: int) -> float:
+        """Median seconds of a step of n tokens behind `depth` cached ones."""
+        return self._median(lambda: self._backend.forward(_batch(self._backend, n, depth)), depth, repetitions)
+
+    def single(self, depth: int) -> float:
+        """Of a single token's step."""
+        return self._median(lambda: self._backend.step(1, 0), depth, 60)
+
+    def _median(self, work: Callable[[], object], depth: int, repetitions: int) -> float:
+        seconds = []
+        for _ in range(repetitions):
+            start = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - start)
+            self._backend.truncate(0, depth)
+        middle = statistics.median(seconds)
+        self.busy |= middle > BUSY * min(seconds)
+        return middle
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a token costs: multiply-adds.
+
+    weights:       of all layers' matrices; head: of the output
+    per_position:  of a position in all layers, by window (0: none)
+    """
+
+    weights: int
+    head: int
+    per_position: Mapping[int, int]
+
+    @classmethod
+    def of(cls, a: Architecture) -> Work:
+        """Counted from the description."""
+        weights = sum(shape[0] * shape[1] for i in range(a.n_layer) for shape in _matrices(a, i))
+        each = 2 * a.n_head * a.head_dim
+        positions: dict[int, int] = {}
+        for layer in a.layers:
+            positions[layer.window] = positions.get(layer.window, 0) + each
+        return cls(weights, a.n_vocab * a.n_embd, positions)
+
+    def attention(self, depth: float) -> float:
+        """Of one token behind so many."""
+        return sum(each * min(depth, window or depth) for window, each in self.per_position.items())
+
+    def attention_of_prompt(self, n: int) -> float:
+        """Of a whole prompt in an empty context: every token sees those before it and itself."""
+        total = 0.0
+        for window, each in self.per_position.items():
+            full = min(n, window or n)
+            total += each * (full * (full + 1) / 2 + (n - full) * full)
+        return total
+
+
+def _matrices(a: Architecture, i: int) -> list[tuple[int, ...]]:
+    return [shape for shape in a.layer_tensors(i).values() if len(shape) == 2]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Tokens a second: of a prompt that fills the context, and of replies at its beginning and at its end."""
+
+    prefill: float
+    decode: float
+    decode_at_end: float
+    basis: str
+
+
+def predict(
+    a: Architecture, cost: Footprint, n_ctx: int, kv_read: float, embedding_bytes: int, machine: Rates
+) -> Prediction:
+    """The rates of a model whose memory is `cost`.
+
+    kv_read:          bytes of the cache that a token at the end of the context reads
+    embedding_bytes:  of a table that is no head as well: of it a step reads a row
+    """
+    work = Work.of(a)
+    seconds = n_ctx * work.weights / machine.prefill + work.attention_of_prompt(n_ctx) / machine.attention
+    weights = cost.weights - embedding_bytes
+
+    def step(kv: float) -> float:
+        reading = (weights / machine.efficiency + kv) / machine.bandwidth(weights + kv)
+        return reading + kv / machine.kv
+
+    return Prediction(n_ctx / (seconds + step(0)), 1 / step(0), 1 / step(kv_read), machine.basis)

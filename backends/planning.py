@@ -1,0 +1,233 @@
+"""What a model needs on each device of this machine, whether it fits, and how fast it will be: before it is loaded."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edgert.backends import choice
+from edgert.backends.cpu import footprint as cpu_footprint
+from edgert.backends.cpu.footprint import Footprint, footprint, smaller_types
+from edgert.backends.cpu.rates import Rates, predict
+from edgert.devices import accelerators, fitting, probe
+from edgert.errors import DoesNotFitError, EdgertError
+from edgert.quantize.architecture import Architecture, describe
+from edgert.quantize.gguf_file import GGUFFile
+
+Types = tuple[str | None, str | None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A model on a backend and device: bytes by purpose, and tokens per second, None where they are not known.
+
+    memory:           weights, kv (of all conversations), draft, prompt_cache, buffers, program, total
+    missing:          bytes, 0 where it fits
+    largest_context:  that fits
+    layers:           that go to GPUs, of all, where the device is one
+    remedy:           what would make it fit, or usable
+    basis:            where the rates come from, or what would tell them
+    """
+
+    backend: str
+    device: str
+    memory: dict[str, int]
+    available: int
+    missing: int
+    largest_context: int
+    remedy: str = ""
+    layers: tuple[int, int] | None = None
+    prefill: float | None = None
+    decode: float | None = None
+    decode_at_end: float | None = None
+    basis: str = ""
+    obstacle: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return not self.missing
+
+    def refusal(self, what: str) -> DoesNotFitError:
+        """The error for a model that does not fit here."""
+        needed = self.memory["total"]
+        return DoesNotFitError(f"{what} {fitting.missing(needed, needed - self.missing)}; {self.remedy}.")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What shall be run: a context for each of n_parallel conversations, and a draft beside the model."""
+
+    file: GGUFFile
+    n_ctx: int
+    n_parallel: int = 1
+    types: Types = (None, None)
+    draft: GGUFFile | None = None
+
+
+def places(request: Request, machine: Rates | None) -> list[Place]:
+    """The cpu backend first, then every device that another could use.
+
+    machine:  the rates of this machine for the model's heads; None leaves predictions out
+    """
+    a = describe(request.file)
+    found = [_on_cpu(request, a, machine)]
+    found += _on_gpus(request, a)
+    found += _on_onnx(request, a)
+    return found
+
+
+def _draft_bytes(request: Request, n_ctx: int) -> int:
+    """What the draft adds: its weights, cache and buffers; the program is there already."""
+    if request.draft is None:
+        return 0
+    a = describe(request.draft)
+    n = min(n_ctx, a.n_ctx_train)
+    return footprint(request.draft, a, n, n_full=request.n_parallel, with_program=False).total
+
+
+def _memory(cost: Footprint, draft: int) -> dict[str, int]:
+    """Earlier prompts are kept in the cache's own pages: they take nothing besides."""
+    parts = {"weights": cost.weights, "kv": cost.kv, "draft": draft, "prompt_cache": 0, "buffers": cost.buffers}
+    parts["program"] = cost.program
+    return parts | {"total": sum(parts.values())}
+
+
+def _on_cpu(request: Request, a: Architecture, machine: Rates | None) -> Place:
+    file, n_ctx = request.file, request.n_ctx
+
+    def cost(n: int, types: Types = request.types) -> Footprint:
+        return footprint(file, a, n, n_full=request.n_parallel, types=types)
+
+    def needed(n: int, types: Types = request.types) -> int:
+        return cost(n, types).total + _draft_bytes(request, n)
+
+    memory = _memory(cost(n_ctx), _draft_bytes(request, n_ctx))
+    available = probe.probe().memory_available + probe.process_memory()[0]  # which `program` counts as well
+    smaller = {name: functools.partial(needed, types=(name, name)) for name in smaller_types(a, request.types)}
+    place = _place("cpu", "cpu", memory, available, needed, a, n_ctx, smaller)
+    if machine is None:
+        return place
+    table = 0 if a.tied_head else file.tensor("token_embd.weight").n_bytes
+    one = footprint(file, a, n_ctx, types=request.types)
+    found = predict(a, one, n_ctx, _read_at_end(a, one, n_ctx), table, machine)
+    rates = {"prefill": found.prefill, "decode": found.decode, "decode_at_end": found.decode_at_end}
+    return _changed(place, **rates, basis=found.basis)
+
+
+def _read_at_end(a: Architecture, cost: Footprint, n_ctx: int) -> float:
+    """Bytes of the cache that a token at the end of the context attends to."""
+    per_layer = cost.kv_per_token / a.n_layer
+    return sum(per_layer * min(n_ctx, layer.window or n_ctx) for layer in a.layers)
+
+
+def _changed(place: Place, **fields: Any) -> Place:
+    from dataclasses import replace
+
+    return replace(place, **fields)
+
+
+def _place(
+    backend: str,
+    device: str,
+    memory: dict[str, int],
+    available: int,
+    needed: Callable[[int], int],
+    a: Architecture,
+    n_ctx: int,
+    smaller: Mapping[str, Callable[[int], int]],
+) -> Place:
+    missing = max(0, memory["total"] - available)
+    most = fitting.largest(needed, available, max(a.n_ctx_train, n_ctx))
+    remedy = fitting.remedy(needed, smaller, n_ctx, available) if missing else ""
+    return Place(backend, device, memory, available, missing, most, remedy)
+
+
+def _remembered(file: GGUFFile, backend: str) -> tuple[float | None, float | None, str]:
+    """Prefill and decode rates of the file on a backend as `auto` measured them."""
+    note = choice.remembered(file) or {}
+    for trial in note.get("trials", []):
+        if trial.get("backend") == backend and trial.get("decode"):
+            return trial["prefill"], trial["decode"], "measured when auto tried it"
+    return None, None, f"its rates are not known until it has run: edgert bench --backend {backend}"
+
+
+def _on_gpus(request: Request, a: Architecture) -> list[Place]:
+    """All GPUs together, as llama.cpp shares a model among them: as the installed build sees them, or the driver."""
+    from edgert.backends.llama import devices, library
+    from edgert.backends.llama.backend import KV_BITS
+    from edgert.devices import gpus
+
+    if "gpu" not in accelerators.present():
+        return []
+    obstacle = remedy = ""
+    seen: list[Any] = []
+    try:
+        library.library()
+        seen = devices.gpus()
+        if not seen:
+            obstacle, remedy = "the installed llama.cpp is a build for the CPU alone", devices.build()
+    except EdgertError as error:
+        obstacle, _, remedy = str(error).rpartition(": ")
+    known = seen or [gpu for gpu in gpus.gpus() if gpu.memory_free]
+    if not known:
+        return []
+    free = [int(gpu.memory_free) for gpu in known]
+    name = ", ".join(gpu.name for gpu in known)
+    bits = [KV_BITS.get(kind or "f16", 16) for kind in request.types]
+
+    def cost(n: int, kinds: list[float] = bits) -> tuple[int, int, int]:
+        return devices.gpu_bytes(request.file, a, n * request.n_parallel, sum(kinds) / 2 / 8)
+
+    def needed(n: int, kinds: list[float] = bits) -> int:
+        return sum(cost(n, kinds)) + (len(free) - 1) * cost(n, kinds)[2] + _draft_bytes(request, n)
+
+    weights, kv, buffers = cost(request.n_ctx)
+    memory = _memory(Footprint(weights, kv, 0, buffers * len(free)), _draft_bytes(request, request.n_ctx))
+    place = _place("llama", name, memory, sum(free), needed, a, request.n_ctx, {})
+    n_positions = request.n_ctx * request.n_parallel
+    fit = devices.layers_that_fit(request.file, a, free, n_positions, sum(bits) / 2 / 8, devices.N_UBATCH)
+    prefill, decode, basis = _remembered(request.file, "llama")
+    if not place.fits and fit:
+        remedy = f"{fit} of {a.n_layer + 1} layers fit, the CPU runs the others; {place.remedy}"
+    return [
+        _changed(
+            place,
+            layers=(fit, a.n_layer + 1),
+            prefill=prefill,
+            decode=decode,
+            basis=basis,
+            obstacle=obstacle,
+            remedy=remedy or place.remedy,
+        )
+    ]
+
+
+def _on_onnx(request: Request, a: Architecture) -> list[Place]:
+    """ONNX Runtime's devices that share the machine's memory, where it is installed."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        return []
+    from edgert.backends.onnx import footprint as onnx_footprint
+    from edgert.backends.onnx import providers
+
+    try:
+        found = [device for device in providers.devices() if not device.obstacle]
+    except EdgertError:
+        return []
+    result = []
+    program = cpu_footprint.PROGRAM
+    for device in found:
+
+        def needed(n: int) -> int:
+            parts = onnx_footprint.footprint(request.file, a, n, request.n_parallel)
+            return sum(parts) + program + _draft_bytes(request, n)
+
+        weights, kv, buffers = onnx_footprint.footprint(request.file, a, request.n_ctx, request.n_parallel)
+        memory = _memory(Footprint(weights, kv, 0, buffers, program), _draft_bytes(request, request.n_ctx))
+        available = probe.probe().memory_available + probe.process_memory()[0]
+        place = _place("onnx", device.name, memory, available, needed, a, request.n_ctx, {})
+        prefill, decode, basis = _remembered(request.file, "onnx")
+        result.append(_changed(place, prefill=prefill, decode=decode, basis=basis))
+    return result

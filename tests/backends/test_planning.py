@@ -1,0 +1,231 @@
+"""Memory and rates that are predicted: against what backends hold, against counting, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from edgert import backends
+from edgert.backends import planning, specimen
+from edgert.backends.base import Batch
+from edgert.backends.cpu import rates
+from edgert.backends.cpu.footprint import footprint
+from edgert.backends.cpu.rates import Rates, Work
+from edgert.backends.planning import Request
+from edgert.devices import accelerators, gpus, probe
+from edgert.devices.notes import Notes
+from edgert.errors import DoesNotFitError
+from edgert.quantize.architecture import describe
+from edgert.quantize.gguf_file import GGUFFile
+
+MACHINE = Rates(2, "avx2", 100e9, 50e9, 40e9, 20e9, 0.5, {1 << 20: 40e9, 3 << 20: 20e9})
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("edgert.devices.notes.cache_root", lambda: tmp_path / "notes")
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
+    """A machine with so much memory left, this process counted as nothing."""
+    machine = replace(probe.probe(), memory_available=n_bytes)
+    monkeypatch.setattr(probe, "probe", lambda *_: machine)
+    monkeypatch.setattr(probe, "process_memory", lambda: (0, 0))
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_the_footprint_is_what_the_backend_holds(name: str, kind: str, request: pytest.FixtureRequest) -> None:
+    path = request.getfixturevalue(f"{name}_path")
+    n_ctx = 256
+    with GGUFFile.open(path) as file:
+        predicted = footprint(file, describe(file), n_ctx, types=(kind, kind))
+    backend = backends.load(path, backend="cpu", n_ctx=n_ctx, cache_type_k=kind, cache_type_v=kind)
+    try:
+        backend.forward(Batch.of([1] * n_ctx, 0, wanted="none"))
+        held = backend.memory()
+    finally:
+        backend.close()
+    assert predicted.weights == pytest.approx(held["weights"], rel=0.01)
+    assert predicted.kv_per_token == held["kv_per_token"]
+    assert predicted.kv == pytest.approx(held["kv"], rel=0.08)  # refined keys take a page more
+    assert predicted.buffers == pytest.approx(held["buffers"], rel=0.25)
+
+
+@pytest.mark.parametrize("quant", [Type.F32, Type.F16, Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K])
+def test_weights_of_every_type(tiny_model: Callable[..., Path], quant: Type) -> None:
+    path = tiny_model("llama", quant=quant, n_embd=256, n_ff=256, head_dim=64)
+    with GGUFFile.open(path) as file:
+        predicted = footprint(file, describe(file), 64).weights
+    backend = backends.load(path, backend="cpu", n_ctx=64, n_threads=1)
+    assert predicted == pytest.approx(backend.memory()["weights"], rel=0.02)
+    backend.close()
+
+
+def test_the_check_at_load_and_the_plan_say_the_same(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]
+) -> None:
+    path = tiny_model("llama", n_ctx=100_000)
+    with GGUFFile.open(path) as file:
+        a = describe(file)
+        whole = footprint(file, a, 90_000, with_program=False).total
+        with_memory(monkeypatch, whole - (10 << 20))
+        with pytest.raises(DoesNotFitError) as caught:
+            backends.load(path, backend="cpu", n_ctx=90_000, n_threads=1)
+        assert "10 MiB are missing" in str(caught.value)
+        most = int(str(caught.value).rpartition("-c ")[2].split()[0])
+        assert "it fits with -ctk q8_0 -ctv q8_0" in str(caught.value)
+        with_memory(monkeypatch, whole - (10 << 20) + footprint(file, a, 16).program)
+        (place,) = planning.places(Request(file, 90_000), None)
+    assert place.largest_context == most and not place.fits
+    assert f"at most -c {most} fits" in place.remedy
+    assert "10 MiB are missing; it fits with -ctk q8_0" in str(place.refusal("It"))
+    assert footprint(file, a, most).total <= whole - (10 << 20) + place.memory["program"]
+
+
+def test_conversations_and_a_draft_take_their_own(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]
+) -> None:
+    with GGUFFile.open(tiny_model("llama")) as file, GGUFFile.open(tiny_model("llama", n_layer=1)) as draft:
+        (one,) = planning.places(Request(file, 512), None)
+        (four,) = planning.places(Request(file, 512, 4), None)
+        (guessed,) = planning.places(Request(file, 512, draft=draft), None)
+        (packed,) = planning.places(Request(file, 512, types=("q4_0", "q4_0")), None)
+        extra = footprint(draft, describe(draft), 512, with_program=False)
+    assert four.memory["kv"] == 4 * one.memory["kv"]
+    assert four.memory["weights"] == one.memory["weights"]
+    assert guessed.memory["draft"] == extra.total == guessed.memory["total"] - one.memory["total"]
+    assert packed.memory["kv"] < 0.4 * one.memory["kv"]
+    for place in (one, four, guessed):
+        assert place.memory["total"] == sum(size for name, size in place.memory.items() if name != "total")
+
+
+def test_work_is_counted_as_brute_force_counts(tiny_model: Callable[..., Path]) -> None:
+    for family in ("llama", "gemma3"):
+        with GGUFFile.open(tiny_model(family)) as file:
+            a = describe(file)
+            layers = [t for name, t in file.tensors.items() if name.startswith("blk.") and len(t.shape) == 2]
+            weights = sum(t.n_rows * t.n_cols for t in layers)
+        work = Work.of(a)
+        assert work.weights == weights
+
+        def seen(n: int, window: int) -> int:
+            return min(n, window or n)
+
+        each = 2 * a.n_head * a.head_dim
+        assert work.attention(37) == sum(each * seen(37, layer.window) for layer in a.layers)
+        brute = sum(each * seen(i + 1, layer.window) for layer in a.layers for i in range(50))
+        assert work.attention_of_prompt(50) == brute
+
+
+def test_predictions_follow_from_the_rates(tiny_model: Callable[..., Path]) -> None:
+    with GGUFFile.open(tiny_model("llama")) as file:
+        a = describe(file)
+        cost = footprint(file, a, 512)
+        found = rates.predict(a, cost, 512, cost.kv, 0, MACHINE)
+        other = rates.predict(a, cost, 512, cost.kv, 0, replace(MACHINE, efficiency=1.0))
+    work = Work.of(a)
+    assert 1 / found.decode == pytest.approx(cost.weights / 0.5 / 40e9)
+    at_end = (cost.weights / 0.5 + cost.kv) / MACHINE.bandwidth(cost.weights + cost.kv) + cost.kv / 20e9
+    assert 1 / found.decode_at_end == pytest.approx(at_end)
+    prefill = 512 * work.weights / 100e9 + work.attention_of_prompt(512) / 50e9 + 1 / found.decode
+    assert 512 / found.prefill == pytest.approx(prefill)
+    assert other.decode == pytest.approx(2 * found.decode)
+
+
+def test_bandwidth_is_straight_between_what_was_measured() -> None:
+    assert MACHINE.bandwidth(1) == MACHINE.bandwidth(1 << 20) == 40e9
+    assert MACHINE.bandwidth(2 << 20) == 30e9
+    assert MACHINE.bandwidth(1 << 40) == 20e9
+
+
+def test_rates_are_measured_once_for_heads_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def measured(n_threads: int, isa: str, heads: Any, progress: Any) -> Rates:
+        calls.append(heads)
+        return replace(MACHINE, threads=n_threads, busy=heads == (1, 1, 64))
+
+    monkeypatch.setattr(rates, "_measured", measured)
+    first = rates.rates(1)
+    assert rates.rates(1) == first and len(calls) == 1
+    rates.rates(1, (4, 1, 256))
+    rates.rates(1, fresh=True)
+    assert calls == [rates.USUAL, (4, 1, 256), rates.USUAL]
+    for _ in range(2):
+        rates.rates(1, (1, 1, 64))
+    assert len(calls) == 5, "what was measured beside other programs is not kept"
+    notes = Notes("rates")
+    notes.path.write_text(json.dumps({key: {"threads": 1} for key in notes.all()}))
+    assert rates.rates(1) == first and len(calls) == 6
+
+
+@pytest.mark.slow
+def test_this_machine_s_rates_are_of_its_order() -> None:
+    """Int8 products are what a step of few tokens does: no slower than a tenth of what prefill reaches, or faster."""
+    found = rates.rates(1, fresh=True)
+    assert 1e9 < found.int8 < 1e13 and found.int8 / 10 < found.prefill < found.int8 * 30
+    assert all(1e8 < rate < 1e12 for rate in found.read.values())
+    assert 0 < found.efficiency <= 1 and found.kv > 1e8
+
+
+def test_a_specimen_runs(tmp_path: Path) -> None:
+    path = specimen.write(tmp_path / "x.gguf", type="Q8_0", n_layer=1)
+    backend = backends.load(path, backend="cpu", n_threads=1)
+    logits = backend.forward(Batch.of([1, 5, 9], 0, wanted="all"))
+    assert logits.shape == (3, 320) and 0.5 < logits.std() < 8
+    backend.close()
+
+
+# Devices of other backends
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that the driver tells of, and no llama.cpp."""
+    import sys
+
+    from edgert.backends.llama import library
+
+    monkeypatch.setattr(accelerators, "present", lambda *_: frozenset({"gpu"}))
+    monkeypatch.setattr(gpus, "gpus", lambda *_: [gpus.Gpu("NVIDIA Test", "nvidia", 2 << 30, 1 << 30, "580", 3)])
+    monkeypatch.setattr(library, "_library", None)
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.delitem(sys.modules, "llama_cpp.llama_cpp", raising=False)
+
+
+def test_a_gpu_without_llama_is_planned_for_and_named_unusable(gpu: None, tiny_model: Callable[..., Path]) -> None:
+    with GGUFFile.open(tiny_model("llama")) as file:
+        _, place = planning.places(Request(file, 256), None)
+        a = describe(file)
+    assert (place.backend, place.device) == ("llama", "NVIDIA Test")
+    assert "not installed" in place.obstacle and "pip install" in place.remedy
+    assert place.layers == (a.n_layer + 1, a.n_layer + 1)
+    assert place.memory["kv"] == 256 * 2 * a.n_layer * a.n_head_kv * a.head_dim * 2
+    assert place.available == 1 << 30 and place.fits
+    assert place.decode is None and "edgert bench --backend llama" in place.basis
+
+
+def test_a_model_too_large_for_a_gpu(gpu: None, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with GGUFFile.open(smollm2_path) as file:
+        whole = planning.places(Request(file, 8192), None)[1].memory["total"]
+        free = whole - (120 << 20)
+        monkeypatch.setattr(gpus, "gpus", lambda *_: [gpus.Gpu("NVIDIA Test", "nvidia", 2 << 30, free, "580", 3)])
+        place = planning.places(Request(file, 8192), None)[1]
+    assert place.missing == 120 << 20
+    assert place.layers is not None and 0 < place.layers[0] < place.layers[1] == 31
+    assert 0 < place.largest_context < 8192
+
+
+def test_measured_rates_of_a_choice_are_the_plan_s(gpu: None, tiny_model: Callable[..., Path]) -> None:
+    with GGUFFile.open(tiny_model("llama")) as file:
+        trial = {"backend": "llama", "device": "CUDA0", "prefill": 9000.0, "decode": 300.0}
+        Notes("choices").put("key", {"file": str(file.path), "backend": "llama", "options": {}, "trials": [trial]})
+        place = planning.places(Request(file, 256), None)[1]
+    assert (place.prefill, place.decode, place.basis) == (9000.0, 300.0, "measured when auto tried it")

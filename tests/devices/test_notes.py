@@ -1,0 +1,81 @@
+"""Notes of what was found out: kept, replaced, lost and damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from edgert.devices import accelerators, notes
+from edgert.devices.notes import Notes
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Notes:
+    monkeypatch.setenv("EDGERT_CACHE", str(tmp_path / "cache"))
+    return Notes("facts")
+
+
+def test_values_are_kept_and_forgotten(kept: Notes) -> None:
+    assert kept.get("a") is None
+    kept.put("a", [1, {"b": 2.5}])
+    kept.put("c", False)
+    assert Notes("facts").get("a") == [1, {"b": 2.5}]
+    assert Notes("facts").get("c") is False
+    kept.put("a", None)
+    assert kept.all() == {"c": False}
+    assert list(kept.path.parent.iterdir()) == [kept.path]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\xff\x00", "null"])
+def test_damaged_notes_are_no_notes(kept: Notes, text: str) -> None:
+    kept.path.parent.mkdir()
+    kept.path.write_bytes(text.encode("latin-1"))
+    assert kept.all() == {}
+    kept.put("a", 1)
+    assert kept.get("a") == 1
+
+
+def test_the_oldest_go(kept: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notes, "MOST", 3)
+    for i in range(5):
+        kept.put(str(i), i)
+    kept.put("2", 2)
+    kept.put("new", 0)
+    assert list(json.loads(kept.path.read_text())) == ["4", "2", "new"]
+
+
+def test_a_folder_that_cannot_be_written_loses_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EDGERT_CACHE", str(tmp_path / "file"))
+    Notes("facts").put("a", 1)
+    assert Notes("facts").get("a") is None
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ([], set()),
+        (["dev/nvidia0"], {"gpu"}),
+        (["proc/driver/nvidia/version"], {"gpu"}),
+        (["dev/dxg"], {"gpu"}),
+        (["dev/accel/accel0"], {"npu"}),
+        (["dev/nvidiactl", "dev/accel/accel1"], {"gpu", "npu"}),
+    ],
+)
+def test_signs_of_accelerators(tmp_path: Path, files: list[str], found: set[str]) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert accelerators.present(tmp_path) == found
+
+
+def test_a_card_counts_when_a_driver_serves_it(tmp_path: Path) -> None:
+    device = tmp_path / "sys/class/drm/card0/device"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text("0x1002")
+    assert accelerators.present(tmp_path) == set()
+    (tmp_path / "drivers/amdgpu").mkdir(parents=True)
+    (device / "driver").symlink_to(tmp_path / "drivers/amdgpu")
+    assert accelerators.present(tmp_path) == {"gpu"}
