@@ -127,6 +127,9 @@ class FakeTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
+    def piece(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else {BOS: b"<s>", EOS: b"</s>"}.get(token, b"<end>")
+
     def stream_decoder(self) -> FakeDecoder:
         return FakeDecoder()
 

@@ -155,20 +155,17 @@ def load(flags: dict[str, Any]) -> Model:
     """Takes the model flags out of a command's arguments and loads the model."""
     import edgert
 
-    path = model_path(flags.pop("model"))
-    names = {"model_draft": "draft", "spec_type": "spec"} | {f"spec_{x}": f"spec_{x}" for x in ("max", "min", "p_min")}
-    speculation = {field: value for name, field in names.items() if (value := flags.pop(name)) is not None}
-    types = {name: kind for name in ("cache_type_k", "cache_type_v") if (kind := flags.pop(name)) is not None}
-    context = {} if (n_ctx := flags.pop("ctx_size")) is None else {"n_ctx": n_ctx}
+    path, arguments = arguments_of(flags)
     with ProgressLine() as line, notices(line):
         line.show(f"loading {path.name}")
-        return edgert.load(
-            path,
-            **context,
-            **speculation,
-            n_threads=flags.pop("threads"),
-            **backend_options(flags),
-            **types,
-            chat_template=template_text(flags.pop("chat_template")),
-            progress=compiling(line),
-        )
+        return edgert.load(path, **arguments, progress=compiling(line))
+
+
+def arguments_of(flags: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Takes the model flags out of a command's arguments: the file, and what `edgert.load` takes besides."""
+    path = model_path(flags.pop("model"))
+    names = {"model_draft": "draft", "spec_type": "spec"} | {f"spec_{x}": f"spec_{x}" for x in ("max", "min", "p_min")}
+    names |= {"ctx_size": "n_ctx", "cache_type_k": "cache_type_k", "cache_type_v": "cache_type_v"}
+    given = {field: value for name, field in names.items() if (value := flags.pop(name)) is not None}
+    always = {"n_threads": flags.pop("threads")} | backend_options(flags)
+    return path, given | always | {"chat_template": template_text(flags.pop("chat_template"))}

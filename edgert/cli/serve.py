@@ -1,0 +1,111 @@
+"""`edgert serve`: models over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgert import store
+from edgert.cli.flags import flag, model_flags, request_of, sampling_flags
+from edgert.cli.loading import arguments_of
+
+
+@click.command()
+@model_flags
+@flag("-a", "--alias", multiple=True, help="Another name of the model; may be given several times.")
+@flag("--config", type=click.Path(exists=True, dir_okay=False), help="A TOML file with models and settings.")
+@flag("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@flag("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port; 0: a free one.")
+@flag("--api-key", multiple=True, metavar="KEY", help="A key that requests must bring; may be given several times.")
+@flag("--api-key-file", type=click.Path(exists=True, dir_okay=False), help="A file with a key on each line.")
+@flag("--open", "is_open", is_flag=True, help="Let other machines in without a key.")
+@flag("--allowed-host", multiple=True, metavar="NAME", help="A name of this machine that requests may use; *: any.")
+@flag("--cors-origin", multiple=True, metavar="ORIGIN", help="A web site whose pages may use the server; *: any.")
+@flag("-np", "--parallel", type=click.IntRange(1, 256), default=8, show_default=True, help="Answers made at once.")
+@flag("--queue", type=click.IntRange(0, 100_000), default=256, show_default=True, help="Requests that may wait.")
+@flag("--cache-tokens", type=click.IntRange(0), help="Tokens cached in all.  [4 contexts, if they fit]")
+@flag("--timeout", type=click.FloatRange(0), default=0, help="Seconds that an answer may take; 0: any.  [0]")
+@flag("--queue-timeout", type=click.FloatRange(0), default=0, help="Seconds that a request may wait; 0: any.  [0]")
+@flag("--max-body", type=click.IntRange(1024), default=16 << 20, help="Most bytes of a request.  [16 MiB]")
+@flag("--keep-alive", default="-1", help="Put a model away when idle for so long, such as 5m; -1: never.  [-1]")
+@flag("--models-max", type=click.IntRange(0), default=0, help="Models in memory at once; 0: as many as fit.  [0]")
+@sampling_flags
+@flag("--metrics", is_flag=True, hidden=True, help="Taken for llama-server's sake: they are always there.")
+@flag("-v", "--verbose", is_flag=True, help="Tell of every request (its route and status, never its text).")
+def command(**flags: Any) -> None:
+    """Serves models to other programs: OpenAI's API at /v1, Ollama's at /api, a page at /.
+
+    Without a key only this machine is let in. Sampling flags are defaults of requests that say nothing.
+    """
+    doors = settings_of(flags)
+    _logging(flags.pop("verbose"))
+    from edgert.server import registry, running
+    from edgert.server.service import Settings
+
+    host, port = flags.pop("host"), flags.pop("port")
+    sampling = request_of(flags)
+    limit = sampling.pop("max_tokens", None)
+    flags.pop("metrics"), flags.pop("config")
+    aliases, keep_alive = flags.pop("alias"), registry.duration(flags.pop("keep_alive"))
+    parallel, queue, most = flags.pop("parallel"), flags.pop("queue"), flags.pop("models_max")
+    load = running.loader(parallel, flags.pop("cache_tokens"))
+    name = flags["model"] or store.DEFAULT
+    path, arguments = arguments_of(flags)
+    spec = registry.Spec(
+        path.stem if Path(name).suffix == ".gguf" else name,
+        path,
+        arguments | {"sampling": sampling},
+        aliases,
+        keep_alive,
+    )
+    service = running.service_of(
+        [spec], load, Settings(**doors, max_tokens=limit), parallel=parallel, queue=queue, models_max=most
+    )
+    asyncio.run(running.Runner(service, host, port, lambda url: click.echo(f"listening on {url}", err=True)).run())
+
+
+def settings_of(flags: dict[str, Any]) -> dict[str, Any]:
+    """Takes what concerns the server's door out of the flags. Raises: click.UsageError."""
+    keys = list(flags.pop("api_key"))
+    if path := flags.pop("api_key_file"):
+        keys += [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+    if not keys and not flags.pop("is_open") and not _is_loopback(flags["host"]):
+        raise click.UsageError(
+            f"--host {flags['host']} lets other machines in: give --api-key, or --open to let in anyone."
+        )
+    flags.pop("is_open", None)
+    hosts = (*flags.pop("allowed_host"), *([] if _is_address(flags["host"]) else [flags["host"]]))
+    return {
+        "api_keys": tuple(keys),
+        "hosts": tuple(host.lower() for host in hosts),
+        "origins": flags.pop("cors_origin"),
+        "max_body": flags.pop("max_body"),
+        "timeout": flags.pop("timeout"),
+        "queue_timeout": flags.pop("queue_timeout"),
+    }
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _logging(verbose: bool) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    logger = logging.getLogger("edgert")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+    logging.getLogger("edgert").propagate = False

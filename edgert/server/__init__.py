@@ -1,0 +1,1 @@
+"""HTTP: OpenAI's routes and Ollama's over models that answer requests together."""

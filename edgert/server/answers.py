@@ -1,0 +1,216 @@
+"""The answers to one request while they are made, side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from edgert.reply import Chunk, Progress, Reply, Stats
+from edgert.server.errors import ApiError, BusyError
+
+if TYPE_CHECKING:
+    from edgert.model import Model
+    from edgert.server.service import Service
+    from edgert.stream import Stream
+
+SEEDS = 1 << 64
+
+
+class Answers:
+    """One or more answers to each of some prompts; all are queued at once, except that the further answers to a
+    prompt wait until the first has read it, whose cache they share.
+
+    prompts:   token ids
+    n:         answers to each
+    params:    fields of SamplingParams and Options
+
+    Raises: RequestError naming the field; ContextFullError.
+    """
+
+    def __init__(
+        self, service: Service, model: Model, prompts: Sequence[Sequence[int]], n: int, params: Mapping[str, Any]
+    ) -> None:
+        self._service, self._model, self._n = service, model, n
+        self._params = {"max_tokens": service.settings.max_tokens} | dict(params)
+        self._prompts = prompts
+        self._began = time.monotonic()
+        self._begun = 0
+        self._expired: ApiError | None = None
+        self._progress: asyncio.Queue[tuple[int, Chunk | Progress | BaseException]] | None = None
+        self.count = n * len(prompts)
+        self._streams: dict[int, Stream] = {}
+        self._timers: list[asyncio.TimerHandle] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._work: Callable[[int], Coroutine[Any, Any, None]] | None = None
+        self.stats: dict[int, Stats] = {}
+        try:
+            for i in range(len(prompts)):
+                self._start(i * n)
+        except BaseException:
+            self.close()
+            raise
+        loop, settings = asyncio.get_running_loop(), service.settings
+        self._timers += [
+            loop.call_later(seconds, self._expire, error)
+            for seconds, error in (
+                (settings.timeout, ApiError(504, "The answer took too long.", kind="server_error", code="timeout")),
+                (settings.queue_timeout, BusyError("The request waited too long for its turn: try again later.")),
+            )
+            if seconds
+        ]
+
+    def _start(self, index: int) -> None:
+        prompt, answer = divmod(index, self._n)
+        params = dict(self._params)
+        if answer and params.get("seed") not in (None, -1):
+            params["seed"] = (params["seed"] + answer) % SEEDS
+        self._streams[index] = self._model.generate(
+            self._prompts[prompt], True, on_progress=partial(self._on_progress, index), **params
+        )
+
+    def _on_progress(self, index: int, progress: Progress) -> None:
+        self._begun += 1
+        if self._progress is not None:
+            self._progress.put_nowait((index, progress))
+        if progress.processed >= progress.total:
+            self._follow(index)
+
+    def _expire(self, error: ApiError) -> None:
+        if isinstance(error, BusyError) and self._begun:
+            return
+        self._expired = error
+        self._cancel()
+
+    def _cancel(self) -> None:
+        for stream in self._streams.values():
+            stream.cancel()
+
+    def close(self) -> None:
+        """Ends what still runs."""
+        self._cancel()
+        for timer in self._timers:
+            timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    async def pieces(self, progress: bool = False) -> AsyncGenerator[tuple[int, Chunk | Progress], None]:
+        """The pieces of all answers as they come, each with its answer's index.
+
+        progress:  whether reports of how far the prompts have been read come as well
+
+        Raises: what ended an answer.
+        """
+        try:
+            if self.count == 1 and not progress:
+                async for chunk in self._timed(0):
+                    yield 0, chunk
+                return
+            queue: asyncio.Queue[tuple[int, Chunk | Progress | BaseException]] = asyncio.Queue()
+            self._progress = queue if progress else None
+            self._each(partial(self._copy, queue))
+            left = self.count
+            while left:
+                index, item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                left -= isinstance(item, Chunk) and item.finish_reason is not None
+                yield index, item
+        finally:
+            self.close()
+
+    async def replies(self) -> list[Reply]:
+        """All answers, whole. Raises: what ended one of them."""
+        replies: asyncio.Queue[tuple[int, Reply | BaseException]] = asyncio.Queue()
+        found: dict[int, Reply] = {}
+        try:
+            self._each(partial(self._whole, replies))
+            while len(found) < self.count:
+                index, reply = await replies.get()
+                if isinstance(reply, BaseException):
+                    raise reply
+                found[index] = reply
+            return [found[index] for index in sorted(found)]
+        finally:
+            self.close()
+
+    def _each(self, work: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+        """Does `work` for every answer: for the first ones now, for those that follow when they are started."""
+        self._work = work
+        for index in self._streams:
+            self._tasks.append(asyncio.ensure_future(work(index)))
+
+    def _follow(self, index: int) -> None:
+        """Starts the further answers to a prompt that has been read."""
+        if index % self._n == 0 and index + 1 not in self._streams and self._work:
+            for other in range(index + 1, index + self._n):
+                self._start(other)
+                self._tasks.append(asyncio.ensure_future(self._work(other)))
+
+    async def _copy(self, queue: asyncio.Queue[tuple[int, Chunk | Progress | BaseException]], index: int) -> None:
+        try:
+            async for chunk in self._timed(index):
+                queue.put_nowait((index, chunk))
+        except Exception as error:
+            queue.put_nowait((index, error))
+
+    async def _whole(self, replies: asyncio.Queue[tuple[int, Reply | BaseException]], index: int) -> None:
+        try:
+            reply = await self._streams[index]
+            metrics, stats = self._service.metrics, reply.stats
+            self._end(index, reply.finish_reason, stats)
+            metrics.first_token.observe(max(0.0, time.monotonic() - self._began - stats.predicted_ms / 1e3))
+            if stats.predicted_n > 1:
+                metrics.between_tokens.observe(stats.predicted_ms / 1e3 / (stats.predicted_n - 1))
+            replies.put_nowait((index, reply))
+        except Exception as error:
+            replies.put_nowait((index, error))
+
+    async def _timed(self, index: int) -> AsyncGenerator[Chunk, None]:
+        """One answer's pieces, measured."""
+        metrics, last, first = self._service.metrics, self._began, True
+        async for chunk in self._streams[index]:
+            now = time.monotonic()
+            if chunk.finish_reason is not None:
+                self._end(index, chunk.finish_reason, chunk.stats)
+            if first or chunk.text:
+                (metrics.first_token if first else metrics.between_tokens).observe(now - last)
+                last, first = now, False
+            yield chunk
+
+    def _end(self, index: int, reason: str, stats: Stats | None) -> None:
+        assert stats
+        self.stats[index] = stats
+        self._service.metrics.count(stats, reason)
+        if self._expired:
+            raise self._expired
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's counts; each prompt counts once, whatever number of answers it has."""
+        firsts = [stats for index, stats in self.stats.items() if index % self._n == 0]
+        prompt = sum(stats.cache_n + stats.prompt_n for stats in firsts)
+        predicted = sum(stats.predicted_n for stats in self.stats.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": predicted,
+            "total_tokens": prompt + predicted,
+            "prompt_tokens_details": {"cached_tokens": sum(stats.cache_n for stats in firsts)},
+        }
+
+
+def timings(stats: Stats) -> dict[str, Any]:
+    """Counts and times by llama-server's names."""
+    drafts = {"draft_n": stats.draft_n, "draft_n_accepted": stats.draft_n_accepted} if stats.draft_n else {}
+    return {
+        "cache_n": stats.cache_n,
+        "prompt_n": stats.prompt_n,
+        "prompt_ms": stats.prompt_ms,
+        "prompt_per_token_ms": stats.prompt_ms / max(1, stats.prompt_n),
+        "prompt_per_second": stats.prompt_per_second,
+        "predicted_n": stats.predicted_n,
+        "predicted_ms": stats.predicted_ms,
+        "predicted_per_token_ms": stats.predicted_ms / max(1, stats.predicted_n),
+        "predicted_per_second": stats.predicted_per_second,
+    } | drafts

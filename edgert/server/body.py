@@ -1,0 +1,105 @@
+"""Bytes from outside to typed requests; what is wrong is said with the name of its field."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from edgert.server.errors import ApiError
+
+T = TypeVar("T")
+
+_AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
+
+
+async def read(request: Request, limit: int) -> bytes:
+    """The whole body. Raises: ApiError 413 for more than `limit` bytes."""
+    length = request.headers.get("content-length", "0")
+    parts, size = [], 0
+    if not length.isdigit() or int(length) <= limit:
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    break
+                parts.append(part)
+            else:
+                return b"".join(parts)
+        except ClientDisconnect:
+            raise ApiError(400, "The client left before its request was whole.") from None
+    raise ApiError(413, f"The body is larger than the {limit} bytes that this server takes.", code="request_too_large")
+
+
+def parse(body: bytes, kind: type[T]) -> T:
+    """A body as a request. Raises: ApiError 400 that names the field, or says what is no JSON."""
+    value = decode(body)
+    if not isinstance(value, dict):
+        raise ApiError(400, "The body must be a JSON object.")
+    return convert(value, kind)
+
+
+def convert(value: Any, kind: type[T]) -> T:
+    """A JSON value as a request. Raises: ApiError 400 that names the field."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        place = _AT.search(message)
+        missing = re.search(r"missing required field `(\w+)`", message)
+        field = ".".join(filter(None, [place[1] if place else "", missing[1] if missing else ""])) or None
+        reason = message[: place.start()] if place else message
+        raise ApiError(400, f"{field}: {reason}" if field else reason, param=field) from None
+    except RecursionError:
+        raise ApiError(400, "The body is nested too deeply.") from None
+
+
+def decode(body: bytes) -> Any:
+    """A JSON value: UTF-8, no key twice, no number that is none. Raises: ApiError 400."""
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"The body is not UTF-8 (byte {error.start}).") from None
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_NotANumberError.raise_)
+    except _NotANumberError as error:
+        raise _not_finite(text, error.name) from None
+    except RecursionError:
+        raise ApiError(400, "The body is nested too deeply.") from None
+    except ValueError as error:
+        raise ApiError(400, f"The body is not JSON: {error}.") from None
+    if "\\ud" in text or "\\uD" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ApiError(400, "The body has half of a surrogate pair, which is no character.") from None
+    return value
+
+
+class _NotANumberError(ValueError):
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(name)
+
+    @classmethod
+    def raise_(cls, name: str) -> None:
+        raise cls(name)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ApiError(400, f"{twice}: stands in an object twice.", param=twice)
+    return found
+
+
+def _not_finite(text: str, name: str) -> ApiError:
+    """The error for NaN and its like, which JSON does not have: it names the field that has it."""
+    field = re.search(rf'"(\w+)"\s*:\s*{re.escape(name)}', text)
+    param = field[1] if field else None
+    return ApiError(400, f"{f'{param}: ' if param else ''}{name} is not a number in JSON.", param=param)

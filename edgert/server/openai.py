@@ -1,0 +1,135 @@
+"""OpenAI's routes: chat, completions, models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from edgert.reply import Progress
+from edgert.server import service as services
+from edgert.server.answers import Answers, timings
+from edgert.server.errors import ApiError
+from edgert.server.requests import MAX_CHOICES, ChatRequest, CompletionRequest, Generating
+from edgert.server.sse import DONE, EventStream, event, until_left
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from edgert.model import Model
+    from edgert.server.registry import Loaded
+    from edgert.server.shapes import Shape
+
+
+def answer(value: Any, status: int = 200) -> Response:
+    """A JSON answer."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def chat(request: Request) -> ASGIApp:
+    """POST /v1/chat/completions."""
+    from edgert.server.shapes import ChatShape
+
+    service = services.of(request)
+    body = await service.body(request, ChatRequest)
+    async with AsyncExitStack() as stack:
+        loaded = await enter(stack, request, body, body.choices)
+        model = loaded.model
+        params = body.params()
+        ids = await asyncio.to_thread(partial(model.render, body.messages, tools=body.tools, **body.template_kwargs()))
+        shape = ChatShape(service.registry.find(body.model).spec.name, model)
+        return await respond(stack, request, body, shape, Answers(service, model, [ids], body.choices, params))
+
+
+async def completions(request: Request) -> ASGIApp:
+    """POST /v1/completions."""
+    from edgert.server.shapes import CompletionShape
+
+    service = services.of(request)
+    body = await service.body(request, CompletionRequest)
+    prompts, n = body.prompts(), body.choices
+    if n * len(prompts) > MAX_CHOICES:
+        raise ApiError(400, f"prompt: asks for more than {MAX_CHOICES} answers at once.", param="prompt")
+    async with AsyncExitStack() as stack:
+        loaded = await enter(stack, request, body, n * len(prompts))
+        model = loaded.model
+        params = body.params()
+        ids = [await asyncio.to_thread(model.tokenize, p) if isinstance(p, str) else p for p in prompts]
+        echoes = [p if isinstance(p, str) else model.detokenize(p) for p in prompts] if body.echo else []
+        shape = CompletionShape(service.registry.find(body.model).spec.name, model, echoes, n)
+        return await respond(stack, request, body, shape, Answers(service, model, ids, n, params))
+
+
+async def enter(stack: AsyncExitStack, request: Request, body: Generating, answers: int) -> Loaded:
+    """A place and a model for a request."""
+    return await services.of(request).enter(
+        stack, request, body.model, answers=answers, user=body.user, keep_alive=body.keep_alive
+    )
+
+
+async def respond(stack: AsyncExitStack, request: Request, body: Generating, shape: Shape, answers: Answers) -> ASGIApp:
+    """Sends the answers as events or whole; the stack is closed when they have ended."""
+    stack.callback(answers.close)
+    if body.stream:
+        parts = stream(body, shape, answers)
+        return EventStream(parts, done=stack.pop_all().aclose)
+    replies = await until_left(request.receive, answers.replies())
+    choices = [shape.choice(index, reply) for index, reply in enumerate(replies)]
+    return answer(
+        shape.head(shape.whole) | {"choices": choices, "usage": answers.usage(), "timings": timings(answers.stats[0])}
+    )
+
+
+async def stream(body: Generating, shape: Shape, answers: Answers) -> AsyncGenerator[bytes, None]:
+    """The events of a streamed answer: what begins each choice, its pieces, its end; then the counts."""
+    head = shape.head(shape.part)
+    usage: dict[str, Any] = {"usage": None} if body.include_usage else {}
+    for index in range(answers.count):
+        for choice in shape.begin(index):
+            yield event(head | {"choices": [choice]} | usage)
+    async with aclosing(answers.pieces(bool(body.return_progress))) as pieces:
+        async for index, item in pieces:
+            if isinstance(item, Progress):
+                report = {"total": item.total, "cache": item.cache, "processed": item.processed}
+                facts = {"prompt_progress": report | {"time_ms": item.time_ms}}
+                yield event(head | {"choices": [shape.empty(index)]} | usage | facts)
+                continue
+            extra = {"timings": timings(item.stats)} if item.stats else {}
+            choices = shape.pieces(index, item)
+            for choice in choices:
+                yield event(head | {"choices": [choice]} | usage | (extra if choice is choices[-1] else {}))
+    if body.include_usage:
+        yield event(head | {"choices": [], "usage": answers.usage(), "timings": timings(answers.stats[0])})
+    yield DONE
+
+
+async def models(request: Request) -> Response:
+    """GET /v1/models."""
+    registry = services.of(request).registry
+    return answer({"object": "list", "data": [_model(place) for place in registry.places.values()]})
+
+
+async def one_model(request: Request) -> Response:
+    """GET /v1/models/NAME."""
+    return answer(_model(services.of(request).registry.find(request.path_params["name"])))
+
+
+def _model(place: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {"state": place.state}
+    if place.loaded:
+        model: Model = place.loaded.model
+        facts |= {"n_ctx": model.n_ctx, "n_vocab": model.n_vocab, "verdict": str(model.verdict)}
+    return {
+        "id": place.spec.name,
+        "object": "model",
+        "created": place.created,
+        "owned_by": "edgert",
+        "aliases": list(place.spec.aliases),
+        "meta": facts,
+    }

@@ -1,0 +1,272 @@
+"""The models that a server has: loaded when asked for, put away when idle, exchanged while they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from edgert.errors import DoesNotFitError, EdgertError, RequestError
+from edgert.server.errors import ApiError, BusyError
+
+if TYPE_CHECKING:
+    from edgert.model import Model
+
+logger = logging.getLogger(__name__)
+
+FOREVER = float("inf")
+SELF_CHECK = "The quick brown fox jumps over the lazy dog."
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A model that may be served.
+
+    name:        what requests call it, besides `aliases`
+    source:      what `edgert.load` takes
+    options:     and with which arguments
+    keep_alive:  seconds that it stays loaded after its last request
+    """
+
+    name: str
+    source: str | Path
+    options: Mapping[str, Any] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+    keep_alive: float = FOREVER
+
+
+@dataclass
+class Loaded:
+    """A model in memory and how many requests use it."""
+
+    model: Model
+    source: str | Path
+    users: int = 0
+    retired: bool = False  # another has taken its place: closed when nobody uses it
+
+    constrainer: Any = None  # what compiles grammars for its vocabulary, made on first use
+
+
+State = Literal["unloaded", "loading", "loaded", "failed"]
+
+
+class Place:
+    """What is known about one name."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.loaded: Loaded | None = None
+        self.state: State = "unloaded"
+        self.error = ""
+        self.lock = asyncio.Lock()  # one load or exchange at a time
+        self.last_use = time.monotonic()
+        self.keep_alive = spec.keep_alive
+        self.created = int(time.time())
+
+    @property
+    def expires(self) -> float:
+        """When it may be put away, on the monotonic clock."""
+        return self.last_use + self.keep_alive
+
+
+class Registry:
+    """Models by name.
+
+    specs:     the first is what requests that name none get
+    load:      (source, **options) -> Model; called in a thread
+    most:      models in memory at once; 0: as many as fit
+    """
+
+    def __init__(self, specs: Sequence[Spec], load: Callable[..., Model], most: int = 0) -> None:
+        self.places = {spec.name: Place(spec) for spec in specs}
+        self._aliases = {alias: spec.name for spec in specs for alias in spec.aliases}
+        self._default = specs[0].name
+        self._load, self._most = load, most
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def default(self) -> Place:
+        """The model of requests that name none."""
+        return self.places[self._default]
+
+    def find(self, name: str | None) -> Place:
+        """The place of a name. Raises: ApiError 404 that lists the names."""
+        if not name:
+            return self.default
+        found = self._aliases.get(name, name)
+        if found not in self.places:
+            found = name.removesuffix(":latest")  # as Ollama's clients say
+        if found not in self.places:
+            raise ApiError(
+                404,
+                f"There is no model {name[:100]!r} here: choose {', '.join(sorted(self.places)[:20])}.",
+                param="model",
+                code="model_not_found",
+            )
+        return self.places[found]
+
+    @asynccontextmanager
+    async def use(self, name: str | None, keep_alive: object = None) -> AsyncIterator[Loaded]:
+        """A model for one request, loaded if need be; it stays in memory at least until the block ends.
+
+        keep_alive:  how long after it, as `duration` takes it; None: as the model's spec says
+
+        Raises: ApiError 404; EdgertError when it cannot be loaded.
+        """
+        place = self.find(name)
+        seconds = place.spec.keep_alive if keep_alive is None else duration(keep_alive)
+        loaded = await self._get(place)
+        loaded.users += 1
+        try:
+            yield loaded
+        finally:
+            loaded.users -= 1
+            place.last_use, place.keep_alive = time.monotonic(), seconds
+            if loaded.retired or seconds == 0:
+                self._put_away(place, loaded)
+
+    async def _get(self, place: Place) -> Loaded:
+        if place.loaded:
+            return place.loaded
+        async with place.lock:
+            if place.loaded:
+                return place.loaded
+            place.state, place.error = "loading", ""
+            try:
+                await self._make_room()
+                place.loaded = Loaded(await self._open(place, place.spec.source), place.spec.source)
+            except BaseException as error:
+                place.state, place.error = "failed", str(error)
+                raise
+            place.state, place.last_use = "loaded", time.monotonic()
+            return place.loaded
+
+    async def _open(self, place: Place, source: str | Path) -> Model:
+        while True:
+            try:
+                return await asyncio.to_thread(self._load, source, **place.spec.options)
+            except DoesNotFitError:
+                if not await self._evict():
+                    raise
+
+    async def _make_room(self) -> None:
+        here = [place for place in self.places.values() if place.loaded]
+        if self._most and len(here) >= self._most and not await self._evict():
+            raise BusyError(f"{len(here)} models are in memory and in use: try again later.", retry_after=5)
+
+    async def _evict(self) -> bool:
+        """Puts away the model that has been idle for longest; false where none is idle."""
+        idle = [place for place in self.places.values() if place.loaded and not place.loaded.users]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda place: place.last_use)
+        logger.info("putting away %s to make room", oldest.spec.name)
+        await self._close(self._take(oldest))
+        return True
+
+    def _take(self, place: Place) -> Loaded:
+        assert place.loaded
+        loaded, place.loaded, place.state = place.loaded, None, "unloaded"
+        loaded.retired = True
+        return loaded
+
+    def _put_away(self, place: Place, loaded: Loaded) -> None:
+        """Closes a model that nobody uses any more, in the background."""
+        if loaded.users:
+            return
+        if place.loaded is loaded:
+            self._take(place)
+        task = asyncio.ensure_future(self._close(loaded))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    @staticmethod
+    async def _close(loaded: Loaded) -> None:
+        await asyncio.to_thread(loaded.model.close)
+
+    def unload(self, name: str) -> None:
+        """Puts a model away: at once, or when the requests that use it have ended."""
+        place = self.find(name)
+        if place.loaded:
+            loaded = self._take(place)
+            self._put_away(place, loaded)
+
+    def sweep(self) -> None:
+        """Puts away what has been idle for longer than its keep_alive."""
+        now = time.monotonic()
+        for place in self.places.values():
+            if place.loaded and not place.loaded.users and now >= place.expires:
+                logger.info("putting away %s: idle for %.0f s", place.spec.name, now - place.last_use)
+                self._put_away(place, place.loaded)
+
+    async def swap(self, name: str, source: str | Path | None = None) -> None:
+        """Loads a model's file anew, or another file, and lets it take the name if it passes a self-check.
+
+        Requests that run end on the old one. Raises: EdgertError when the new one fails: the old one stays.
+        """
+        place = self.find(name)
+        async with place.lock:
+            new = await asyncio.to_thread(self._load, source or place.spec.source, **place.spec.options)
+            try:
+                await asyncio.to_thread(self_check, new)
+            except BaseException:
+                await asyncio.to_thread(new.close)
+                raise
+            old, place.loaded = place.loaded, Loaded(new, source or place.spec.source)
+            place.state, place.error, place.last_use = "loaded", "", time.monotonic()
+            logger.info("%s now comes from %s", place.spec.name, Path(place.loaded.source).name)
+            if old:
+                old.retired = True
+                self._put_away(place, old)
+
+    async def close(self) -> None:
+        """Closes all models; requests that still run end with an error."""
+        for place in self.places.values():
+            if place.loaded:
+                await self._close(self._take(place))
+        for task in list(self._closing):
+            with suppress(Exception):
+                await task
+
+
+def self_check(model: Model) -> None:
+    """Whether a model reads and writes: finite logits that are not all alike, the same greedy tokens twice.
+
+    Raises: EdgertError that says what is wrong.
+    """
+    import numpy as np
+
+    ids = model.tokenize(SELF_CHECK)[: max(1, model.n_ctx // 2)]
+    if not ids:
+        raise EdgertError("Its tokenizer gives no tokens for a text.")
+    logits = model.logits(ids)
+    if not np.isfinite(logits).all():
+        raise EdgertError("Its output is not finite: the file's weights are damaged.")
+    if float(np.ptp(logits, axis=1).max()) < 1e-3:
+        raise EdgertError("Its output is the same for every token: the file's weights are damaged.")
+    first, second = (model.generate(ids, temperature=0.0, max_tokens=8, ignore_eos=True).tokens for _ in range(2))
+    if first != second or not first:
+        raise EdgertError("It answers the same prompt differently each time.")
+
+
+def duration(value: object) -> float:
+    """Seconds of a number, or of a text such as "5m" or "1h30m"; negative: without end. Raises: RequestError."""
+    import re
+
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return FOREVER if value < 0 else float(value)
+    if isinstance(value, str):
+        text = value.strip()
+        sign, text = text.startswith("-"), text.removeprefix("-")
+        parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h)", text)
+        if parts and "".join(a + b for a, b in parts) == text:
+            return FOREVER if sign else sum(float(number) * _UNITS[unit] for number, unit in parts)
+        with suppress(ValueError):
+            return FOREVER if sign else float(text)
+    raise RequestError("keep_alive", 'must be seconds, or a text such as "5m"')

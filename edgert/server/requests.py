@@ -1,0 +1,154 @@
+"""OpenAI's requests as types. Unknown fields are taken and ignored; ranges are checked by `edgert.options`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from edgert.server.errors import ApiError
+
+MAX_CHOICES = 128  # answers that one request may ask for
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream tells besides its text."""
+
+    include_usage: bool | None = None
+
+
+class Generating(msgspec.Struct, kw_only=True):
+    """What chat and plain completion have in common; names that OpenAI lacks are llama.cpp's."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: dict[str, float | bool] | list[tuple[int, float | bool]] | None = None
+    user: str | None = None
+    ignore_eos: bool | None = None
+    cache_prompt: bool | None = None
+    return_progress: bool | None = None
+    timings_per_token: bool | None = None
+    keep_alive: float | str | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | bool | None = None
+    regex: str | None = None
+    response_format: dict[str, Any] | None = None
+
+    @property
+    def choices(self) -> int:
+        """How many answers to one prompt. Raises: ApiError 400."""
+        n = 1 if self.n is None else self.n
+        if not 1 <= n <= MAX_CHOICES:
+            raise ApiError(400, f"n: must be an integer from 1 to {MAX_CHOICES}.", param="n")
+        return n
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def params(self) -> dict[str, Any]:
+        """The fields of SamplingParams and Options that were given."""
+        given = {name: value for name in _PARAMS if (value := getattr(self, name)) is not None}
+        if isinstance(given.get("logit_bias"), list):
+            given["logit_bias"] = dict(given["logit_bias"])
+        return given
+
+
+_PARAMS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repeat_penalty",
+    "repeat_last_n",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+    "stop",
+    "seed",
+    "logit_bias",
+    "ignore_eos",
+)
+
+
+class ChatRequest(Generating, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def params(self) -> dict[str, Any]:
+        given = super().params()
+        if self.max_completion_tokens is not None:
+            given["max_tokens"] = self.max_completion_tokens
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs: needs logprobs to be true.", param="top_logprobs")
+        if self.logprobs:
+            given |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        return given
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the chat template gets besides messages and tools."""
+        given = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            given.setdefault("reasoning_effort", self.reasoning_effort)
+            given.setdefault("enable_thinking", self.reasoning_effort != "none")
+        return given
+
+
+Prompt = str | list[str | int | list[int]]
+
+
+class CompletionRequest(Generating, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: Prompt
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def params(self) -> dict[str, Any]:
+        given = super().params()
+        if self.logprobs is not None:
+            given |= {"logprobs": True, "top_logprobs": self.logprobs}
+            if self.echo:
+                raise ApiError(400, "logprobs: those of an echoed prompt are not computed.", param="logprobs")
+        if self.suffix:
+            raise ApiError(400, "suffix: is not supported.", param="suffix")
+        if self.best_of not in (None, self.choices):
+            raise ApiError(400, "best_of: must be the same as n.", param="best_of")
+        return given
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, a text or token ids. Raises: ApiError 400."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise ApiError(400, "prompt: is an empty list.", param="prompt")
+        if all(isinstance(part, int) for part in prompt):
+            return [prompt]  # type: ignore[list-item]
+        if any(isinstance(part, int) for part in prompt) or not all(prompt):
+            raise ApiError(400, "prompt: must be texts, or token ids, or lists of token ids.", param="prompt")
+        return prompt  # type: ignore[return-value]

@@ -1,0 +1,119 @@
+"""Server-sent events: one answer in pieces, pings while nothing is to say, an ear for the client's leaving."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from edgert.server import errors
+
+logger = logging.getLogger(__name__)
+
+PING_SECONDS = 5.0
+DONE = b"data: [DONE]\n\n"
+Result = TypeVar("Result")
+
+_encoder = msgspec.json.Encoder()
+
+
+def event(value: Any) -> bytes:
+    """One event."""
+    return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+def line(value: Any) -> bytes:
+    """One line of JSON, which Ollama sends instead."""
+    return _encoder.encode(value) + b"\n"
+
+
+class EventStream:
+    """An answer whose parts come from a generator; it is closed when the client leaves.
+
+    failed:  what is sent when the generator raises
+    ping:    what is sent after every PING_SECONDS
+    done:    called at the end, however it came
+    """
+
+    def __init__(
+        self,
+        parts: AsyncGenerator[bytes, None],
+        *,
+        failed: Callable[[BaseException], bytes] = lambda error: event(errors.of(error).body()),
+        media_type: bytes = b"text/event-stream",
+        ping: bytes = b": ping\n\n",
+        done: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._parts, self._failed, self._media_type, self._ping, self._done = parts, failed, media_type, ping, done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", self._media_type), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
+
+        async def write(body: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await until_left(receive, self._copy(write), self._ping_by(write))
+            await write(b"", False)
+        except (ClientLeft, OSError):
+            pass
+        finally:
+            await asyncio.shield(self._done())
+
+    def _ping_by(self, write: Callable[[bytes], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+        async def ping() -> None:
+            if self._ping:
+                await write(self._ping)
+
+        return ping
+
+    async def _copy(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        async with contextlib.aclosing(self._parts) as parts:
+            try:
+                async for part in parts:
+                    await write(part)
+            except Exception as error:
+                if errors.of(error).status == 500:
+                    logger.exception("an answer failed")
+                await write(self._failed(error))
+
+
+class ClientLeft(Exception):
+    """The client closed the connection before its answer was whole."""
+
+
+async def until_left(
+    receive: Receive, work: Awaitable[Result], ping: Callable[[], Awaitable[None]] | None = None
+) -> Result:
+    """What `work` gives. It is cancelled when the client leaves: then ClientLeft is raised."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_watch(receive, ping))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeft
+        return task.result()
+    finally:
+        for one in (task, watcher):
+            if not one.done():
+                one.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _watch(receive: Receive, ping: Callable[[], Awaitable[None]] | None) -> None:
+    """Returns when the client has left; pings it until then."""
+    while True:
+        try:
+            message = await asyncio.wait_for(receive(), PING_SECONDS if ping else None)
+        except TimeoutError:
+            if ping:
+                await ping()
+            continue
+        if message["type"] == "http.disconnect":
+            return

@@ -1,0 +1,86 @@
+"""Small routes of llama-server's: tokens and templates."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from edgert.errors import RequestError
+from edgert.server import service as services
+from edgert.server.openai import answer
+
+
+class TokenizeRequest(msgspec.Struct):
+    """POST /tokenize."""
+
+    content: str
+    model: str | None = None
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class TemplateRequest(msgspec.Struct):
+    """POST /apply-template."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+async def tokenize(request: Request) -> Response:
+    """The tokens of a text."""
+    service = services.of(request)
+    body = await service.body(request, TokenizeRequest)
+    async with AsyncExitStack() as stack:
+        model = (await service.enter(stack, request, body.model)).model
+        flags = {"add_special": body.add_special, "parse_special": body.parse_special}
+        ids = await asyncio.to_thread(partial(model.tokenize, body.content, **flags))
+        if not body.with_pieces:
+            return answer({"tokens": ids})
+        pieces = [(token, model.tokenizer.piece(token)) for token in ids]
+        return answer({"tokens": [{"id": token, "piece": _piece(data)} for token, data in pieces]})
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """A token's text, or its bytes where they are no whole characters."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of tokens."""
+    service = services.of(request)
+    body = await service.body(request, DetokenizeRequest)
+    async with AsyncExitStack() as stack:
+        model = (await service.enter(stack, request, body.model)).model
+        return answer({"content": await asyncio.to_thread(model.detokenize, body.tokens)})
+
+
+async def apply_template(request: Request) -> Response:
+    """The text that a chat becomes."""
+    service = services.of(request)
+    body = await service.body(request, TemplateRequest)
+    async with AsyncExitStack() as stack:
+        template = (await service.enter(stack, request, body.model)).model.template
+        if template is None:
+            raise RequestError("messages", "the file has no chat template")
+        extra = dict(body.chat_template_kwargs or {})
+        pieces = await asyncio.to_thread(partial(template.render, body.messages, tools=body.tools, **extra))
+        return answer({"prompt": "".join(pieces)})

@@ -1,0 +1,190 @@
+"""What is wrong with a request is said with the name of its field, and the server lives on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fake import fake_model, says
+from harness import Server, serving_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgert.server.service import Settings
+
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def alive(server: Server) -> None:
+    assert server.ok(CHAT, messages=HI, max_tokens=1)["choices"]
+
+
+NUMBERS = ["temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"]
+COUNTS = ["top_k", "max_tokens", "seed", "n", "repeat_last_n"]
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", '"0.7"', "true", "[1]", "{}"])
+@pytest.mark.parametrize("field", NUMBERS)
+def test_numbers(server: Server, field: str, value: str) -> None:
+    body = f'{{"messages": {json.dumps(HI)}, "{field}": {value}}}'
+    status, answer = server.post(CHAT, body.encode())
+    assert status == 400
+    assert answer["error"]["param"] == field
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repeat_penalty"])
+def test_negative_numbers(server: Server, field: str) -> None:
+    assert server.fails(CHAT, messages=HI, **{field: -1})["param"] == field
+
+
+@pytest.mark.parametrize("value", ["NaN", "1.5", '"7"', "true", "1e30", str(10**40), "-7"])
+@pytest.mark.parametrize("field", COUNTS)
+def test_counts(server: Server, field: str, value: str) -> None:
+    body = f'{{"messages": {json.dumps(HI)}, "{field}": {value}}}'
+    status, answer = server.post(CHAT, body.encode())
+    assert status == 400, answer
+    assert answer["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("stop", 5),
+        ("stop", [5]),
+        ("stream", "yes"),
+        ("logprobs", 3),
+        ("logit_bias", "x"),
+        ("logit_bias", {"a": 1}),
+        ("tools", "x"),
+        ("stream_options", 1),
+        ("response_format", "json"),
+        ("messages", "hello"),
+        ("messages", []),
+        ("messages", None),
+        ("model", 7),
+        ("user", 7),
+        ("keep_alive", "soon"),
+    ],
+)
+def test_types(server: Server, field: str, value: Any) -> None:
+    assert server.fails(CHAT, **{"messages": HI, field: value})["param"].startswith(field)
+
+
+def test_messages_are_needed(server: Server) -> None:
+    assert server.fails(CHAT, model="fake")["param"] == "messages"
+
+
+def test_null_is_as_if_absent(server: Server) -> None:
+    fields = [*NUMBERS, *COUNTS, "stop", "stream", "tools", "logit_bias", "response_format", "user", "stream_options"]
+    assert server.ok(CHAT, messages=HI, **dict.fromkeys(fields))
+
+
+def test_unknown_fields_are_taken(server: Server) -> None:
+    assert server.ok(CHAT, messages=HI, store=True, metadata={"a": 1}, something_new=[1, 2])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"not json",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"{",
+        '{"messages": [{"role": "user", "content": "你好"}]}'.encode("gbk"),
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": "user", "content": "a\x00b"}]}',
+        b'{"messages": [], "messages": []}',
+        b'{"messages": [{"role": "user", "role": "user", "content": "x"}]}',
+        b'{"messages": ' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+        b'{"messages": ' + b"[" * 1_000_000,
+        b'{"a":' * 100_000,
+        b'\xef\xbb\xbf{"messages": []}',
+        b'{"temperature": 01, "messages": []}',
+        b'{"max_tokens": 1' + b"0" * 5000 + b', "messages": []}',
+    ],
+    ids=range(17),
+)
+def test_bodies_that_are_no_requests(server: Server, body: bytes) -> None:
+    status, answer = server.post(CHAT, body)
+    assert status == 400
+    assert answer["error"]["message"]
+    alive(server)
+
+
+def test_an_escaped_nul_is_text(server: Server) -> None:
+    assert server.ok(CHAT, messages=[{"role": "user", "content": "a\x00b"}])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=200))
+def test_any_bytes(server: Server, body: bytes) -> None:
+    status, _, _ = server.raw("POST", CHAT, body)
+    assert status == 400
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    field=st.sampled_from(
+        [*NUMBERS, *COUNTS, "stop", "logit_bias", "tools", "tool_choice", "response_format", "messages", "prompt"]
+        + ["stream_options", "grammar", "json_schema", "regex", "chat_template_kwargs", "reasoning_effort", "user"]
+    ),
+    value=json_values,
+    path=st.sampled_from([CHAT, "/v1/completions", "/tokenize", "/detokenize", "/apply-template"]),
+)
+def test_any_value_of_any_field(server: Server, field: str, value: Any, path: str) -> None:
+    body = {"messages": HI, "prompt": "x\n", "content": "x", "tokens": [5], "max_tokens": 2, "n": 1} | {field: value}
+    status, _ = server.post(path, body)
+    assert status in (200, 400)
+
+
+@pytest.mark.parametrize("kind", ["thinking", "image_url", None])
+def test_unknown_kinds_of_parts(server: Server, kind: Any) -> None:
+    error = server.fails(CHAT, messages=[{"role": "user", "content": [{"type": kind, "text": "x"}]}])
+    assert repr(kind) in error["message"]
+    assert error["param"] == "messages[0].content[0]"
+    assert server.ok(CHAT, messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}])
+
+
+# Sizes
+
+
+def test_bodies_of_all_sizes() -> None:
+    with serving_model(fake_model(says("ok"), n_ctx=12_000), Settings(max_body=2_000_000)) as server:
+        assert server.ok(CHAT, messages=[{"role": "user", "content": "x" * 9_000}])
+        error = server.fails(CHAT, messages=[{"role": "user", "content": "x" * 1_100_000}])
+        assert error["code"] == "context_length_exceeded"
+        assert (error["n_prompt_tokens"], error["n_ctx"]) == (1_100_008, 12_000)
+        assert "1100008" in error["message"]
+        assert "12000" in error["message"]
+        assert server.fails(CHAT, 413, messages=[{"role": "user", "content": "x" * 2_000_000}])["code"]
+        alive(server)
+
+
+def test_a_body_in_chunks_is_measured_too() -> None:
+    with serving_model(fake_model(says("ok")), Settings(max_body=5_000)) as server:
+        import http.client
+
+        connection = http.client.HTTPConnection(server.host, server.port)
+        connection.request("POST", CHAT, (b"x" * 1000 for _ in range(6)), {"Transfer-Encoding": "chunked"})
+        assert connection.getresponse().status == 413
+        alive(server)
+
+
+def test_every_length_around_the_context() -> None:
+    with serving_model(fake_model(says("ok"), n_ctx=64, n_batch=16)) as server:
+        for n in [*range(11, 22), *range(27, 38), *range(59, 70)]:
+            status, answer = server.post("/v1/completions", {"prompt": "x" * (n - 2) + "\n", "max_tokens": 3})
+            assert status == (200 if n <= 64 else 400), (n, answer)
+        assert server.ok("/v1/completions", prompt="", max_tokens=1)
+    assert not server.service.admission.inside
