@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.backends.base import Backend, Verdict
+from edgert.constraint import Constrainer, Constraint, Grammar
 from edgert.errors import EdgertError, RequestError
 from edgert.generation import Engine, Generation, Limits, Scoring, Snapshot
 from edgert.generation.limits import PARALLEL
@@ -180,6 +181,7 @@ class Model:
         self.template = template
         self.defaults = defaults or SamplingParams()
         self._sample_kernel = sample_kernel
+        self._constrainer = Constrainer(tokenizer, backend.n_vocab)
         self._engine = Engine(backend, speculator, limits)
         self._finalizer = weakref.finalize(self, self._engine.close)  # runs at exit of the program as well
 
@@ -410,13 +412,21 @@ class Model:
         assert isinstance(result, np.ndarray)
         return result
 
+    def compile(self, grammar: Grammar) -> Constraint:
+        """A grammar made ready for this model's tokens, which may take a second the first time; it is kept.
+
+        Raises: RequestError for one that cannot be enforced.
+        """
+        return self._constrainer.compile(grammar)
+
     def _start(self, prompt: Sequence[int], on_progress: OnProgress | None, params: Mapping[str, Any]) -> Stream:
         function("on_progress", on_progress)
         options = Options.of(self.defaults, **params)
         end_ids = self.tokenizer.end_ids
         banned = end_ids if options.ignore_eos else ()
         sampler = Sampler(options.sampling, self.backend.n_vocab, banned, self._sample_kernel)
-        task = Generation(self._ids(prompt), options, sampler, self.tokenizer.stream_decoder(), end_ids)
+        constraint = self.compile(options.grammar) if options.grammar else None
+        task = Generation(self._ids(prompt), options, sampler, self.tokenizer.stream_decoder(), end_ids, constraint)
         self._engine.submit(task)
         return Stream(task, on_progress)
 

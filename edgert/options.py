@@ -6,9 +6,12 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from edgert.errors import RequestError
+
+if TYPE_CHECKING:
+    from edgert.constraint import Grammar
 
 
 def real(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
@@ -160,6 +163,8 @@ class Options:
     timeout:       seconds from the request to its end; the reply then stops with finish_reason "timeout"
     queue_timeout: seconds that it may wait for its turn
     cache_prompt:  whether what is cached of earlier prompts may serve
+    grammar:       what the reply must look like; requests give it as `grammar` (GBNF), `json_schema`, `regex` or
+                   `response_format`
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -173,6 +178,7 @@ class Options:
     timeout: float | None = None
     queue_timeout: float | None = None
     cache_prompt: bool = True
+    grammar: Grammar | None = None
 
     @classmethod
     def of(cls, defaults: SamplingParams, **request: Any) -> Options:
@@ -185,6 +191,11 @@ class Options:
         if unknown := next((name for name in given if name not in _LIMITS), None):
             raise RequestError(unknown, "is not a parameter; known are " + ", ".join(_SAMPLING + _LIMITS))
         limits: dict[str, Any] = {}
+        if asked := {name: given[name] for name in _GRAMMARS if name in given}:
+            from edgert.constraint import Grammar
+
+            known = asked.get("grammar")
+            limits["grammar"] = known if isinstance(known, Grammar) else Grammar.of(**asked)
         if "max_tokens" in given:
             count = integer("max_tokens", given["max_tokens"], -1, 2**63 - 1)
             limits["max_tokens"] = None if count == -1 else count
@@ -214,8 +225,9 @@ def _stop(value: object) -> tuple[str, ...]:
     return tuple(text for text in stops if text)
 
 
+_GRAMMARS = ("grammar", "json_schema", "regex", "response_format")
 _SAMPLING = tuple(f.name for f in fields(SamplingParams))
-_LIMITS = tuple(f.name for f in fields(Options) if f.name != "sampling")
+_LIMITS = tuple(f.name for f in fields(Options) if f.name != "sampling") + _GRAMMARS[1:]
 
 
 class Params(TypedDict, total=False):
@@ -241,3 +253,7 @@ class Params(TypedDict, total=False):
     timeout: float | None
     queue_timeout: float | None
     cache_prompt: bool | None
+    grammar: str | Grammar | None
+    json_schema: Mapping[str, Any] | str | bool | None
+    regex: str | None
+    response_format: Mapping[str, Any] | None

@@ -120,6 +120,8 @@ class FakeTokenizer:
 
     bos_id: int | None = BOS
     end_ids = frozenset({EOS, END_OF_TURN})
+    control_ids = frozenset({BOS, EOS, END_OF_TURN})
+    n_vocab = END_OF_TURN + 1
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         return [*([BOS] if add_special else []), *text.encode()]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgert import store
-from edgert.cli.flags import flag, model_flags, request_of, sampling_flags
+from edgert.cli.flags import flag, grammar_flags, model_flags, request_of, sampling_flags
 from edgert.cli.loading import ProgressLine, load
 from edgert.cli.text import TEXT, decoded
 from edgert.errors import ContextFullError, EdgertError
@@ -26,6 +26,7 @@ DRAFTS = ("draft_n", "draft_n_accepted")  # of `Stats`
 @model_flags
 @flag("-sys", "--system", type=TEXT, help="A system message.")
 @sampling_flags
+@grammar_flags
 @flag("-v", "--verbose", is_flag=True, help="Show the rates after each answer.")
 def command(system: str | None, verbose: bool, **flags: Any) -> None:
     """Talks with a model in this terminal; without -m, with smollm2.

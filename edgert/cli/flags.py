@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -25,6 +26,8 @@ FIELDS = {
     "repeat_last_n": "repeat_last_n",
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
+    "grammar": "grammar",
+    "json_schema": "json_schema",
 }
 
 
@@ -168,6 +171,39 @@ def sampling_flags(function: F) -> F:
             flag("--repeat-last-n", type=int, help="How many latest tokens penalties see; -1: all.  [64]"),
             flag("--presence-penalty", type=float, help="Subtracted once from tokens seen.  [0]"),
             flag("--frequency-penalty", type=float, help="Subtracted per occurrence from tokens seen.  [0]"),
+        ],
+    )
+
+
+class TextOrFile(click.ParamType):
+    """A text, or @FILE."""
+
+    name = "TEXT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Raises: click.UsageError for a file that cannot be read."""
+        text = str(value)
+        if text.startswith("@"):
+            try:
+                return Path(text[1:]).expanduser().read_text("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                self.fail(f"{text[1:]} cannot be read: {error}.", param, ctx)
+        return text
+
+
+def grammar_flags(function: F) -> F:
+    """What every answer must look like."""
+    return _stack(
+        function,
+        [
+            flag("--grammar", type=TextOrFile(), metavar="GBNF", help="Answers follow this grammar, or that of @FILE."),
+            flag(
+                "-j",
+                "--json-schema",
+                type=TextOrFile(),
+                metavar="SCHEMA",
+                help="Answers are JSON of this schema, or that of @FILE; {}: any JSON.",
+            ),
         ],
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from edgert.cli.flags import flag, json_flag, model_flags, request_of, sampling_flags
+from edgert.cli.flags import flag, grammar_flags, json_flag, model_flags, request_of, sampling_flags
 from edgert.cli.loading import ProgressLine, load
 from edgert.cli.text import TEXT, decoded
 
@@ -21,6 +21,7 @@ from edgert.cli.text import TEXT, decoded
 @flag("-sys", "--system", type=TEXT, help="A system message.")
 @click.option("--no-chat", "--raw", "raw", is_flag=True, help="Continue the text as it is, without the chat template.")
 @sampling_flags
+@grammar_flags
 @click.option("--stop", multiple=True, type=TEXT, help="End before this text; may be given several times.")
 @json_flag
 @flag("-v", "--verbose", is_flag=True, help="Say which engine runs, and the rates, on standard error.")

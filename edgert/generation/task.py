@@ -21,6 +21,7 @@ from edgert.sampler import Sampler, logprobs
 from edgert.stopping import StopStrings
 
 if TYPE_CHECKING:
+    from edgert.constraint import Constraint
     from edgert.generation.slots import Slot
     from edgert.speculation.speculator import Request
 
@@ -131,6 +132,7 @@ class Generation(Task):
         sampler: Sampler,
         decoder: Decoder,
         end_ids: Collection[int],
+        constraint: Constraint | None = None,
     ) -> None:
         super().__init__(prompt, options.user, options.priority)
         self.reuse = options.cache_prompt
@@ -141,6 +143,7 @@ class Generation(Task):
         self.sampler = sampler
         self._decoder = decoder
         self.end_ids = frozenset(end_ids)
+        self._constraint = constraint
         self.guessing: Request | None = None  # what the speculator knows about it
         self.drafts = Drafts()
         self._stops = StopStrings(options.stop)
@@ -172,7 +175,10 @@ class Generation(Task):
         self.drafts.try_(len(guesses))
         self.n_accepted = 0
         for row, guess in zip(logits, [*guesses, None], strict=True):
-            token = self.sampler.sample(row, self.slot.tokens, self.slot.n_tokens)
+            allowed = self._constraint.masked(row) if self._constraint else row
+            token = self.sampler.sample(allowed, self.slot.tokens, self.slot.n_tokens)
+            if self._constraint:
+                self._constraint.take(token)
             right = token == guess
             if right:
                 self.drafts.accepted[self.n_accepted] += 1
@@ -204,6 +210,8 @@ class Generation(Task):
         text, stopped = self._stops.push(self._decoder.push(token))
         if stopped:
             self._finish("stop", text, complete=True)
+        elif self._constraint and self._constraint.complete:
+            self._finish("stop", text)
         elif self.n_predicted == self.options.max_tokens or slot.n_tokens == len(slot.tokens):
             self._finish("length", text)
         else:

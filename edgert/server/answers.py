@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from edgert.constraint import Grammar
 from edgert.reply import Chunk, Progress, Reply, Stats
 from edgert.server.errors import ApiError, BusyError
 
@@ -198,6 +199,29 @@ class Answers:
             "total_tokens": prompt + predicted,
             "prompt_tokens_details": {"cached_tokens": sum(stats.cache_n for stats in firsts)},
         }
+
+
+GRAMMARS = ("grammar", "json_schema", "regex", "response_format")
+
+
+async def compiled(model: Model, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The same fields with the grammar among them read and compiled, which is not done in the event loop.
+
+    Raises: RequestError for a grammar that cannot be enforced.
+    """
+    asked = {name: params[name] for name in GRAMMARS if params.get(name) is not None}
+    others = {name: value for name, value in params.items() if name not in GRAMMARS}
+    if not asked:
+        return others
+    return others | {"grammar": await asyncio.to_thread(_compiled, model, asked)}
+
+
+def _compiled(model: Model, asked: Mapping[str, Any]) -> Grammar | None:
+    given = asked.get("grammar")
+    grammar = given if isinstance(given, Grammar) else Grammar.of(**asked)
+    if grammar:
+        model.compile(grammar)
+    return grammar
 
 
 def timings(stats: Stats) -> dict[str, Any]:

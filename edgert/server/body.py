@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any, TypeVar
@@ -13,25 +14,32 @@ from edgert.server.errors import ApiError
 
 T = TypeVar("T")
 
+PATIENCE = 60.0  # seconds for a body to come
+DRAINED = 64 << 20  # bytes beyond the limit that are read and forgotten, so that the client gets to read why
+
 _AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
 
 
 async def read(request: Request, limit: int) -> bytes:
-    """The whole body. Raises: ApiError 413 for more than `limit` bytes."""
-    length = request.headers.get("content-length", "0")
+    """The whole body. Raises: ApiError 413 for more than `limit` bytes, 408 for one that does not come."""
     parts, size = [], 0
-    if not length.isdigit() or int(length) <= limit:
-        try:
+    try:
+        async with asyncio.timeout(PATIENCE):
             async for part in request.stream():
                 size += len(part)
-                if size > limit:
-                    break
-                parts.append(part)
-            else:
-                return b"".join(parts)
-        except ClientDisconnect:
-            raise ApiError(400, "The client left before its request was whole.") from None
-    raise ApiError(413, f"The body is larger than the {limit} bytes that this server takes.", code="request_too_large")
+                if size <= limit:
+                    parts.append(part)
+                elif size > limit + DRAINED:
+                    break  # the connection is closed under the client's hands
+    except ClientDisconnect:
+        raise ApiError(400, "The client left before its request was whole.") from None
+    except TimeoutError:
+        raise ApiError(408, f"The request was not whole after {PATIENCE:.0f} seconds.") from None
+    if size > limit:
+        raise ApiError(
+            413, f"The body has more than the {limit} bytes that this server takes.", code="request_too_large"
+        )
+    return b"".join(parts)
 
 
 def parse(body: bytes, kind: type[T]) -> T:

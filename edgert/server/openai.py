@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from edgert.reply import Progress
 from edgert.server import service as services
-from edgert.server.answers import Answers, timings
+from edgert.server.answers import Answers, compiled, timings
 from edgert.server.errors import ApiError
 from edgert.server.requests import MAX_CHOICES, ChatRequest, CompletionRequest, Generating
 from edgert.server.sse import DONE, EventStream, event, until_left
@@ -41,7 +41,7 @@ async def chat(request: Request) -> ASGIApp:
     async with AsyncExitStack() as stack:
         loaded = await enter(stack, request, body, body.choices)
         model = loaded.model
-        params = body.params()
+        params = await compiled(model, body.params())
         ids = await asyncio.to_thread(partial(model.render, body.messages, tools=body.tools, **body.template_kwargs()))
         shape = ChatShape(service.registry.find(body.model).spec.name, model)
         return await respond(stack, request, body, shape, Answers(service, model, [ids], body.choices, params))
@@ -59,7 +59,7 @@ async def completions(request: Request) -> ASGIApp:
     async with AsyncExitStack() as stack:
         loaded = await enter(stack, request, body, n * len(prompts))
         model = loaded.model
-        params = body.params()
+        params = await compiled(model, body.params())
         ids = [await asyncio.to_thread(model.tokenize, p) if isinstance(p, str) else p for p in prompts]
         echoes = [p if isinstance(p, str) else model.detokenize(p) for p in prompts] if body.echo else []
         shape = CompletionShape(service.registry.find(body.model).spec.name, model, echoes, n)

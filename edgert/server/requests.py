@@ -81,6 +81,10 @@ _PARAMS = (
     "seed",
     "logit_bias",
     "ignore_eos",
+    "grammar",
+    "json_schema",
+    "regex",
+    "response_format",
 )
 
 

@@ -133,6 +133,11 @@ class Tokenizer:
         return "" if token is None else self.vocabulary.tokens[token].decode("utf-8", "replace")
 
     @cached_property
+    def control_ids(self) -> frozenset[int]:
+        """Tokens that stand for no text."""
+        return frozenset(np.flatnonzero(self._hidden).tolist())
+
+    @cached_property
     def control_texts(self) -> tuple[str, ...]:
         """The names of all tokens that text typed by a user must not become."""
         return tuple(text for text, (_, control) in self._specials.names.items() if control)

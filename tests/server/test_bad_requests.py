@@ -176,7 +176,9 @@ def test_a_body_in_chunks_is_measured_too() -> None:
         import http.client
 
         connection = http.client.HTTPConnection(server.host, server.port)
-        connection.request("POST", CHAT, (b"x" * 1000 for _ in range(6)), {"Transfer-Encoding": "chunked"})
+        connection.request(
+            "POST", CHAT, iter([b"x" * 1000] * 6), encode_chunked=True, headers={"Transfer-Encoding": "chunked"}
+        )
         assert connection.getresponse().status == 413
         alive(server)
 
