@@ -35,7 +35,7 @@ WHITESPACE = r"( |\n {0,16})?"
 ANY_OBJECT = '{"type":"object"}'
 
 Result = TypeVar("Result")
-Kind = Literal["json_schema", "regex", "gbnf"]
+Kind = Literal["json_schema", "regex", "gbnf", "lark"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Grammar:
             raise RequestError(self.field, f"has more than {MAX_TEXT} characters")
         if self.kind == "json_schema":
             _check_schema(json.loads(self.text), self.field)
-        else:
+        elif self.kind != "lark":
             _check_brackets(self.text, self.field)
 
     @classmethod
@@ -90,8 +90,14 @@ class Grammar:
 
     @classmethod
     def schema(cls, schema: Mapping[str, Any], field: str) -> Grammar:
-        """The grammar of a schema."""
-        return cls("json_schema", schema_text(field, schema), field)
+        """The grammar of a schema, which may have options of llguidance's under "x-guidance"."""
+        return cls("json_schema", schema_text(field, schema, trusted=True), field)
+
+    @classmethod
+    def lark(cls, text: str, field: str, schema: Mapping[str, Any]) -> Grammar:
+        """A grammar in llguidance's own language, written by us around somebody's schema."""
+        _check_schema(json.loads(schema_text(field, schema)), field)
+        return cls("lark", text, field)
 
 
 def _of_format(value: object) -> Grammar | None:
@@ -124,15 +130,15 @@ def _text(field: str, value: object) -> str:
     return value
 
 
-def schema_text(field: str, schema: object) -> str:
-    """A schema as JSON text. Raises: RequestError for what is none."""
+def schema_text(field: str, schema: object, *, trusted: bool = False) -> str:
+    """A schema as JSON text, without options of llguidance's unless it is trusted. Raises: RequestError."""
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
         if value is True:
             return "{}"
         if not isinstance(value, Mapping):
             raise ValueError
-        return json.dumps(value)
+        return json.dumps({name: item for name, item in value.items() if trusted or name != "x-guidance"})
     except RecursionError:
         raise RequestError(field, "is nested too deeply") from None
     except (ValueError, TypeError):
@@ -261,13 +267,17 @@ def _vocabulary(tokenizer: Tokenizer, n_vocab: int) -> LLTokenizer:
     return llguidance.LLTokenizer(wrapper, n_vocab=n_vocab, eos_token=sorted(tokenizer.end_ids))
 
 
+_JSON: Any = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": True}
+
+
 def _matcher(vocabulary: LLTokenizer, grammar: Grammar) -> LLMatcher:
     from llguidance import LLMatcher
 
     try:
         if grammar.kind == "json_schema":
-            options: Any = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": True}
-            text = LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
+            text = LLMatcher.grammar_from_json_schema(grammar.text, defaults=_JSON)
+        elif grammar.kind == "lark":
+            text = LLMatcher.grammar_from_lark(grammar.text)
         elif grammar.kind == "regex":
             text = LLMatcher.grammar_from_regex(grammar.text)
         else:

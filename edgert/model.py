@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from edgert.backends.base import Backend, Verdict
 from edgert.constraint import Constrainer, Constraint, Grammar
-from edgert.errors import EdgertError, RequestError
-from edgert.generation import Engine, Generation, Limits, Scoring, Snapshot
+from edgert.errors import BackendUnavailableError, EdgertError, RequestError
+from edgert.generation import Engine, Generation, Limits, Reading, Scoring, Snapshot
 from edgert.generation.limits import PARALLEL
 from edgert.options import Options, Params, SamplingParams, function, integer, named, string
 from edgert.reply import Progress, Reply
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_N_CTX = 4096
 KEPT_PREFIXES = 12  # sequences beyond those that run, for beginnings of prompts
+Pooling = Literal["mean", "cls", "last"]
+POOLINGS: dict[object, Pooling] = {1: "mean", 2: "cls", 3: "last"}  # by the numbers of GGUF's pooling_type
 Message = Mapping[str, Any]
 OnProgress = Callable[[Progress], object]
 
@@ -119,6 +121,7 @@ def load(
         defaults = SamplingParams.from_metadata(file.metadata)
         n_ctx = min(DEFAULT_N_CTX, context.trained(file)) if n_ctx is None else n_ctx or context.trained(file)
         context.warn_beyond(file, n_ctx)
+        pooling = POOLINGS.get(file.metadata.get(f"{file.architecture}.pooling_type"), "mean")
     if sampling is not None:
         defaults = defaults.changed(named("sampling", sampling))
     limits = Limits(
@@ -149,7 +152,7 @@ def load(
     except BaseException:
         engine.close()
         raise
-    return Model(engine, tokenizer, template, defaults, _sample_kernel(progress), speculator, limits)
+    return Model(engine, tokenizer, template, defaults, _sample_kernel(progress), speculator, limits, pooling)
 
 
 def _sample_kernel(progress: Callable[[int, int], None] | None) -> SampleKernel | None:
@@ -175,8 +178,10 @@ class Model:
         sample_kernel: SampleKernel | None = None,
         speculator: Speculator | None = None,
         limits: Limits | None = None,
+        pooling: Pooling = "mean",
     ) -> None:
         self.backend = backend
+        self.pooling = pooling
         self.tokenizer = tokenizer
         self.template = template
         self.defaults = defaults or SamplingParams()
@@ -411,6 +416,35 @@ class Model:
             raise result
         assert isinstance(result, np.ndarray)
         return result
+
+    def embed(self, prompt: str | Sequence[int], pooling: Pooling | None = None) -> NDArray[np.float32]:
+        """float32 (n_embd,), of length 1: where a text stands among others, by the model's last hidden states.
+
+        pooling:  "mean" of all tokens' states, or that of the "last" or first ("cls") one; None: what the file says,
+                  else the mean
+
+        Raises: RequestError for no token, or ids outside the vocabulary; ContextFullError; BackendUnavailableError
+        where the backend does not show its hidden states.
+        """
+        ids = self._checked("input", self.tokenize(prompt) if isinstance(prompt, str) else prompt)
+        if not len(ids):
+            raise RequestError("input", "is empty: give at least one token")
+        if "observe" not in self.backend.capabilities:
+            raise BackendUnavailableError(
+                f"The {self.verdict.backend} backend does not show hidden states: embeddings need --backend cpu."
+            )
+        task = Reading(ids)
+        self._engine.submit(task)
+        states = task.output.get()
+        if isinstance(states, BaseException):
+            raise states
+        assert isinstance(states, np.ndarray)
+        kind = pooling or self.pooling
+        pooled = states.mean(axis=0) if kind == "mean" else states[0 if kind == "cls" else -1]
+        length = float(np.linalg.norm(pooled))
+        if not np.isfinite(length):
+            raise EdgertError("The model's hidden states are not finite numbers: the file's weights are damaged.")
+        return (pooled / (length or 1.0)).astype(np.float32)
 
     def compile(self, grammar: Grammar) -> Constraint:
         """A grammar made ready for this model's tokens, which may take a second the first time; it is kept.

@@ -25,7 +25,7 @@ class StopStrings:
         if found:
             self._held = ""
             return text[: min(found)[1]], True
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        keep = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
@@ -35,7 +35,7 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`, short of the whole of it."""
     at = max(0, len(text) - len(stop) + 1)
     while (at := text.find(stop[0], at)) >= 0:

@@ -52,7 +52,7 @@ def imports(path: Path) -> Iterator[str]:
 
 def test_the_base_install_brings_nothing_that_is_not_used():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {re.split(r"[^\w]", requirement)[0].replace("-", "_") for requirement in project["dependencies"]}
+    wanted = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in project["dependencies"]}
     used = {name.partition(".")[0] for path in sources() for name in imports(path)}
     assert wanted - used == set()
 

@@ -12,6 +12,6 @@ engine    the thread that runs tasks together, one step after the other
 from edgert.generation.engine import Engine
 from edgert.generation.limits import Limits
 from edgert.generation.metrics import Snapshot
-from edgert.generation.task import Generation, Scoring, Task
+from edgert.generation.task import Generation, Reading, Scoring, Task
 
-__all__ = ["Engine", "Generation", "Limits", "Scoring", "Snapshot", "Task"]
+__all__ = ["Engine", "Generation", "Limits", "Reading", "Scoring", "Snapshot", "Task"]

@@ -19,7 +19,7 @@ from edgert.generation.limits import Limits
 from edgert.generation.metrics import Counters, Snapshot
 from edgert.generation.schedule import Pace, Queue, shared_out
 from edgert.generation.slots import Slots
-from edgert.generation.task import Generation, Item, Task
+from edgert.generation.task import Generation, Item, Reading, Task
 
 if TYPE_CHECKING:
     from edgert.speculation import Speculator
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPLY = 128  # tokens that a reply is thought to have, before any has ended
+_NO_LOGITS = np.empty((0, 0), np.float32)
 
 
 class Engine:
@@ -252,7 +253,7 @@ class Engine:
             if task.end <= now and not task.done:
                 task.expire()
         self._retire()
-        parts = self._plan()
+        parts = self._observed(self._plan())
         if not parts:
             return
         guessed = self._guess(parts) if self.speculator else None
@@ -281,6 +282,25 @@ class Engine:
                 self._queue.charge(task, task.n_accepted + 1)
         if guessed and self.speculator:
             self.speculator.learn([task for task, _, _ in guessed], [count - 1 for _, count, _ in guessed])
+
+    def _observed(self, parts: list[tuple[Task, int, int]]) -> list[tuple[Task, int, int]]:
+        """Runs the parts of tasks that observe, each in a step of its own; returns the others."""
+        others = []
+        for task, count, rows in parts:
+            if not isinstance(task, Reading):
+                others.append((task, count, rows))
+                continue
+            slot, see = task.slot, task.see
+            tokens = slot.tokens[slot.n_cached : slot.n_cached + count].tolist()
+            batch = Batch.of(tokens, slot.n_cached, slot.sequence, wanted="all")
+            self._slots.making_room(
+                lambda batch=batch, see=see: self.backend.observe(batch, see),  # type: ignore[misc]
+                [task.user],
+                alone=len(self._running) == 1,
+            )
+            slot.n_cached += count
+            task.advance(_NO_LOGITS)
+        return others
 
     def _guess(self, parts: list[tuple[Task, int, int]]) -> list[tuple[Generation, int, int]] | None:
         """The same parts with guesses to check; None unless all wait for their next token."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Outcome = Literal["finished", "cancelled", "timed out", "failed"]
+HEADS = frozenset({"output.weight", "token_embd.weight"})  # the matrix that makes logits, by its names
 Item = Chunk | Progress | NDArray[np.float32] | BaseException
 
 
@@ -277,6 +278,30 @@ class Scoring(Task):
         if end == len(self.prompt):
             self.done = True
             self.put(self._logits)
+
+    def cancel(self) -> None:
+        self.fail(EdgertError("The request was cancelled."))
+        self.outcome = "cancelled"
+
+
+class Reading(Task):
+    """A text whose last hidden states are wanted: what the head of the model reads after each token."""
+
+    reuse = False
+
+    def __init__(self, prompt: NDArray[np.int32]) -> None:
+        super().__init__(prompt)
+        self._states: list[NDArray[np.float32]] = []
+
+    def see(self, names: tuple[str, ...], rows: NDArray[np.float32]) -> None:
+        """What a product of the step reads; the head's input is kept."""
+        if HEADS.intersection(names):
+            self._states.append(rows.copy())
+
+    def advance(self, logits: NDArray[np.float32]) -> None:
+        if self.slot.n_cached == len(self.prompt):
+            self.done = True
+            self.put(np.concatenate(self._states))
 
     def cancel(self) -> None:
         self.fail(EdgertError("The request was cancelled."))

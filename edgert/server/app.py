@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edgert.server import openai, texts
+from edgert.server import embeddings, openai, texts
 from edgert.server.errors import ApiError
 from edgert.server.guard import Guard
 from edgert.server.service import Service, of
@@ -49,10 +49,12 @@ def _get(path: str, handler: Handler) -> Route:
 def routes() -> list[Route]:
     """All of them."""
     return [
-        _post("/v1/chat/completions", openai.chat),
-        _post("/chat/completions", openai.chat),
+        _post("/v1/chat/completions", openai.chat_completions),
+        _post("/chat/completions", openai.chat_completions),
         _post("/v1/completions", openai.completions),
         _post("/completions", openai.completions),
+        _post("/v1/embeddings", embeddings.embeddings),
+        _post("/embeddings", embeddings.embeddings),
         _get("/v1/models", openai.models),
         _get("/models", openai.models),
         _get("/v1/models/{name:path}", openai.one_model),

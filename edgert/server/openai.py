@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,16 +14,18 @@ from starlette.responses import Response
 from edgert.reply import Progress
 from edgert.server import service as services
 from edgert.server.answers import Answers, compiled, timings
+from edgert.server.chatting import prepare
 from edgert.server.errors import ApiError
 from edgert.server.requests import MAX_CHOICES, ChatRequest, CompletionRequest, Generating
+from edgert.server.shapes import ChatShape, CompletionShape, Shape
 from edgert.server.sse import DONE, EventStream, event, until_left
+from edgert.server.tools import Toolbox
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from edgert.model import Model
     from edgert.server.registry import Loaded
-    from edgert.server.shapes import Shape
 
 
 def answer(value: Any, status: int = 200) -> Response:
@@ -32,25 +33,22 @@ def answer(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-async def chat(request: Request) -> ASGIApp:
+async def chat_completions(request: Request) -> ASGIApp:
     """POST /v1/chat/completions."""
-    from edgert.server.shapes import ChatShape
-
     service = services.of(request)
     body = await service.body(request, ChatRequest)
+    box = Toolbox.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     async with AsyncExitStack() as stack:
-        loaded = await enter(stack, request, body, body.choices)
-        model = loaded.model
-        params = await compiled(model, body.params())
-        ids = await asyncio.to_thread(partial(model.render, body.messages, tools=body.tools, **body.template_kwargs()))
-        shape = ChatShape(service.registry.find(body.model).spec.name, model)
-        return await respond(stack, request, body, shape, Answers(service, model, [ids], body.choices, params))
+        model = (await enter(stack, request, body, body.choices)).model
+        chat = await prepare(model, body.messages, body.params(), box, body.template_kwargs())
+        shape = ChatShape(service.registry.find(body.model).spec.name, model, chat.parser)
+        return await respond(
+            stack, request, body, shape, Answers(service, model, [chat.ids], body.choices, chat.params)
+        )
 
 
 async def completions(request: Request) -> ASGIApp:
     """POST /v1/completions."""
-    from edgert.server.shapes import CompletionShape
-
     service = services.of(request)
     body = await service.body(request, CompletionRequest)
     prompts, n = body.prompts(), body.choices

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import uuid
+from collections.abc import Collection
 from typing import Any, Protocol
+
+from edgert.stopping import overlap
 
 Delta = dict[str, Any]
 
@@ -25,3 +30,164 @@ class Plain:
 
     def end(self, reason: str) -> tuple[list[Delta], str]:
         return [], reason
+
+
+class Thoughts:
+    """Thoughts between <think> and </think> at the beginning of an answer become `reasoning_content`.
+
+    inner:  reads what follows
+    begun:  whether the prompt has opened the thoughts already
+    """
+
+    BEGIN, END = "<think>", "</think>"
+
+    def __init__(self, inner: Parser, begun: bool) -> None:
+        self._inner = inner
+        self._state = "thinking" if begun else "start"
+        self._held = ""
+        self._fresh = True  # white space at the beginning of a part is no part of it
+
+    def push(self, text: str) -> list[Delta]:
+        if self._state == "answer":
+            return self._answer(text)
+        self._held += text
+        if self._state == "start":
+            begin = self._held.lstrip()
+            if len(begin) < len(self.BEGIN) and self.BEGIN.startswith(begin):
+                return []
+            if not begin.startswith(self.BEGIN):
+                self._state, self._fresh = "answer", False
+                return self._answer(self._release())
+            self._state, self._held = "thinking", begin[len(self.BEGIN) :]
+        thought, found, rest = self._held.partition(self.END)
+        if found:
+            self._state, self._held = "answer", ""
+            deltas = self._thought(thought.rstrip())
+            self._fresh = True
+            return deltas + self._answer(rest)
+        sure, self._held = _sure(self._held, self.END)
+        return self._thought(sure)
+
+    def _release(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _thought(self, text: str) -> list[Delta]:
+        if self._fresh:
+            text = text.lstrip()
+        self._fresh = self._fresh and not text
+        return [{"reasoning_content": text}] if text else []
+
+    def _answer(self, text: str) -> list[Delta]:
+        if self._fresh:
+            text = text.lstrip()
+        self._fresh = self._fresh and not text
+        return self._inner.push(text) if text else []
+
+    def end(self, reason: str) -> tuple[list[Delta], str]:
+        held = self._release()
+        self._fresh = self._fresh and self._state != "start"
+        deltas = self._thought(held) if self._state == "thinking" else self._answer(held)
+        tail, reason = self._inner.end(reason)
+        return deltas + tail, reason
+
+
+class Calls:
+    """Calls of tools between marks, or, where an answer may be nothing but calls, at its beginning.
+
+    names:  of the tools that there are; what calls another one stays text
+    bare:   whether an answer that begins like JSON is a call
+    """
+
+    BEGIN, END = "<tool_call>", "</tool_call>"
+
+    def __init__(self, names: Collection[str], bare: bool) -> None:
+        self._names, self._bare = names, bare
+        self._held = ""
+        self._state = "start" if bare else "text"
+        self._count = 0
+
+    def push(self, text: str) -> list[Delta]:
+        self._held += text
+        deltas: list[Delta] = []
+        while self._step(deltas):
+            pass
+        return deltas
+
+    def _step(self, deltas: list[Delta]) -> bool:
+        """Goes on as far as what is held allows; whether the state has changed."""
+        if self._state == "start":
+            begin = self._held.lstrip()
+            if begin:
+                self._state = "bare" if begin[0] in "{[" else "text"
+            return bool(begin)
+        if self._state == "text":
+            before, found, rest = self._held.partition(self.BEGIN)
+            if found:
+                self._held, self._state = rest, "call"
+                if before.strip():
+                    deltas.append({"content": before.rstrip()})
+                return True
+            sure, self._held = _sure(self._held, self.BEGIN)
+            if sure:
+                deltas.append({"content": sure})
+            return False
+        if self._state == "call":
+            inside, found, rest = self._held.partition(self.END)
+            if not found:
+                return False
+            self._held, self._state = rest, "text"
+            deltas += self._calls(inside) or [{"content": f"{self.BEGIN}{inside}{self.END}"}]
+            return True
+        return False
+
+    def _calls(self, text: str) -> list[Delta]:
+        """The calls that a text makes, none if it is no sound call."""
+        found = []
+        for value in _values(text):
+            name = value.get("name") if isinstance(value, dict) else None
+            arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
+            if isinstance(arguments, str):
+                arguments = next(iter(_values(arguments)), None)
+            if name not in self._names or not isinstance(arguments, dict):
+                return []
+            found.append((name, json.dumps(arguments, ensure_ascii=False)))
+        deltas: list[Delta] = []
+        for name, arguments in found:
+            head = {"index": self._count, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+            deltas.append({"tool_calls": [head | {"function": {"name": name, "arguments": ""}}]})
+            deltas.append({"tool_calls": [{"index": self._count, "function": {"arguments": arguments}}]})
+            self._count += 1
+        return deltas
+
+    def end(self, reason: str) -> tuple[list[Delta], str]:
+        held, self._held = self._held, ""
+        deltas: list[Delta] = []
+        if self._state in ("call", "bare"):
+            deltas = self._calls(held)
+            if not deltas:
+                deltas = [{"content": (self.BEGIN if self._state == "call" else "") + held}]
+        elif held and (not self._count or held.strip()):
+            deltas = [{"content": held}]
+        return deltas, "tool_calls" if self._count and reason == "stop" else reason
+
+
+def _sure(text: str, mark: str) -> tuple[str, str]:
+    """A text, cut before what may become the mark and the white space in front of that."""
+    sure = text[: len(text) - overlap(text, mark)].rstrip()
+    return sure, text[len(sure) :]
+
+
+def _values(text: str) -> list[Any]:
+    """The JSON values of a text: one, several one behind the other, or those of a list; none if there is more."""
+    decoder, at, found = json.JSONDecoder(), 0, []
+    text = text.strip()
+    while at < len(text):
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return []
+        found += value if isinstance(value, list) else [value]
+        while at < len(text) and text[at] in " \t\r\n;,":
+            at += 1
+    return found

@@ -146,13 +146,17 @@ class CompletionRequest(Generating, kw_only=True):
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt, a text or token ids. Raises: ApiError 400."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if not prompt:
-            raise ApiError(400, "prompt: is an empty list.", param="prompt")
-        if all(isinstance(part, int) for part in prompt):
-            return [prompt]  # type: ignore[list-item]
-        if any(isinstance(part, int) for part in prompt) or not all(prompt):
-            raise ApiError(400, "prompt: must be texts, or token ids, or lists of token ids.", param="prompt")
-        return prompt  # type: ignore[return-value]
+        return prompts_of("prompt", self.prompt)
+
+
+def prompts_of(field: str, value: Prompt) -> list[str | list[int]]:
+    """The texts or token ids that a field holds. Raises: ApiError 400 naming it."""
+    if isinstance(value, str):
+        return [value]
+    if not value:
+        raise ApiError(400, f"{field}: is an empty list.", param=field)
+    if all(isinstance(part, int) for part in value):
+        return [value]  # type: ignore[list-item]
+    if any(isinstance(part, int) or part == [] for part in value):
+        raise ApiError(400, f"{field}: must be texts, or token ids, or lists of token ids.", param=field)
+    return value  # type: ignore[return-value]

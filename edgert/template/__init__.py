@@ -47,6 +47,7 @@ class ChatTemplate:
     ) -> None:
         """Compiles. Raises: ValueError when the source is no template; it says where."""
         self.source = source
+        self.tool_source = tool_source or source
         self._names = {"bos_token": bos, "eos_token": eos}
         self._template = _compile(source)
         self._tool_template = _compile(tool_source) if tool_source else self._template

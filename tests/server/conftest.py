@@ -19,5 +19,5 @@ ANSWER = "Hello, wörld 🙂! one two three four"
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """A model that answers every chat with ANSWER."""
-    with serving_model(fake_model(says(ANSWER), n_ctx=512)) as running:
+    with serving_model(fake_model(says(ANSWER), n_ctx=2048)) as running:
         yield running

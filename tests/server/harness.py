@@ -18,7 +18,7 @@ from edgert.server.service import Service, Settings
 from edgert.template import ChatTemplate
 
 
-def line_template() -> Any:
+def line_template(end: str) -> Any:
     """role: content, a line for each message."""
 
     class Template(ChatTemplate):
@@ -26,7 +26,7 @@ def line_template() -> Any:
             ids: list[int] = tokenizer.encode("".join(self.render(messages, **kwargs)))
             return ids
 
-    return Template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    return Template("{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "{% endfor %}")
 
 
 class Server:
@@ -118,9 +118,9 @@ def serving(
 
 
 @contextlib.contextmanager
-def serving_model(model: Model, settings: Settings | None = None, **options: Any) -> Iterator[Server]:
+def serving_model(model: Model, settings: Settings | None = None, end: str = "\n", **options: Any) -> Iterator[Server]:
     """A server of one model, called "fake", that is there already; its template is a real one."""
-    model.template = model.template and line_template()
+    model.template = model.template and line_template(end)
     with serving(
         [Spec("fake", "fake", aliases=("other-name",))], lambda source, **_: model, settings, **options
     ) as server:
