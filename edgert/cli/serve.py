@@ -29,6 +29,7 @@ from edgert.cli.loading import arguments_of
 @flag("-np", "--parallel", type=click.IntRange(1, 256), default=8, show_default=True, help="Answers made at once.")
 @flag("--queue", type=click.IntRange(0, 100_000), default=256, show_default=True, help="Requests that may wait.")
 @flag("--cache-tokens", type=click.IntRange(0), help="Tokens cached in all.  [4 contexts, if they fit]")
+@flag("--prefix-cache", help="Whose cached beginnings a prompt may use: shared, user, off.  [shared]")
 @flag("--timeout", type=click.FloatRange(0), default=0, help="Seconds that an answer may take; 0: any.  [0]")
 @flag("--queue-timeout", type=click.FloatRange(0), default=0, help="Seconds that a request may wait; 0: any.  [0]")
 @flag("--max-body", type=click.IntRange(1024), default=16 << 20, help="Most bytes of a request.  [16 MiB]")
@@ -53,7 +54,8 @@ def command(**flags: Any) -> None:
     flags.pop("metrics"), flags.pop("config")
     aliases, keep_alive = flags.pop("alias"), registry.duration(flags.pop("keep_alive"))
     parallel, queue, most = flags.pop("parallel"), flags.pop("queue"), flags.pop("models_max")
-    load = running.loader(parallel, flags.pop("cache_tokens"))
+    kept = {} if (whose := flags.pop("prefix_cache")) is None else {"prefix_cache": whose}
+    load = running.loader(parallel, flags.pop("cache_tokens"), **kept)
     name = flags["model"] or store.DEFAULT
     path, arguments = arguments_of(flags)
     spec = registry.Spec(

@@ -9,8 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from edgert.constraint import Grammar
+from edgert.errors import DoesNotFitError
 from edgert.reply import Chunk, Progress, Reply, Stats
-from edgert.server.errors import ApiError, BusyError
+from edgert.server.errors import ApiError
 
 if TYPE_CHECKING:
     from edgert.model import Model
@@ -21,79 +22,59 @@ SEEDS = 1 << 64
 
 
 class Answers:
-    """One or more answers to each of some prompts; all are queued at once, except that the further answers to a
-    prompt wait until the first has read it, whose cache they share.
+    """One or more answers to each of some prompts, all queued at once; the engine lets the further answers to a
+    prompt share the cache of the first.
 
     prompts:   token ids
     n:         answers to each
     params:    fields of SamplingParams and Options
+    user:      whose they are
 
     Raises: RequestError naming the field; ContextFullError.
     """
 
     def __init__(
-        self, service: Service, model: Model, prompts: Sequence[Sequence[int]], n: int, params: Mapping[str, Any]
+        self,
+        service: Service,
+        model: Model,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        params: Mapping[str, Any],
+        user: str = "",
     ) -> None:
-        self._service, self._model, self._n = service, model, n
-        self._params = {"max_tokens": service.settings.max_tokens} | dict(params)
-        self._prompts = prompts
+        settings = service.settings
+        limits = {"timeout": settings.timeout or None, "queue_timeout": settings.queue_timeout or None}
+        self._service, self._n = service, n
         self._began = time.monotonic()
-        self._begun = 0
-        self._expired: ApiError | None = None
         self._progress: asyncio.Queue[tuple[int, Chunk | Progress | BaseException]] | None = None
-        self.count = n * len(prompts)
-        self._streams: dict[int, Stream] = {}
-        self._timers: list[asyncio.TimerHandle] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._work: Callable[[int], Coroutine[Any, Any, None]] | None = None
+        self._streams: list[Stream] = []
+        self.count = n * len(prompts)
         self.stats: dict[int, Stats] = {}
+        given = {"max_tokens": settings.max_tokens} | limits | dict(params) | {"user": user}
         try:
-            for i in range(len(prompts)):
-                self._start(i * n)
+            for index in range(self.count):
+                prompt, answer = divmod(index, n)
+                if answer and params.get("seed") not in (None, -1):
+                    given["seed"] = (params["seed"] + answer) % SEEDS
+                on_progress = partial(self._on_progress, index)
+                self._streams.append(model.generate(prompts[prompt], True, on_progress=on_progress, **given))
+                given["seed"] = params.get("seed")
+        except DoesNotFitError as error:
+            self.close()
+            raise ApiError(400, str(error), param="max_tokens", code="context_length_exceeded") from None
         except BaseException:
             self.close()
             raise
-        loop, settings = asyncio.get_running_loop(), service.settings
-        self._timers += [
-            loop.call_later(seconds, self._expire, error)
-            for seconds, error in (
-                (settings.timeout, ApiError(504, "The answer took too long.", kind="server_error", code="timeout")),
-                (settings.queue_timeout, BusyError("The request waited too long for its turn: try again later.")),
-            )
-            if seconds
-        ]
-
-    def _start(self, index: int) -> None:
-        prompt, answer = divmod(index, self._n)
-        params = dict(self._params)
-        if answer and params.get("seed") not in (None, -1):
-            params["seed"] = (params["seed"] + answer) % SEEDS
-        self._streams[index] = self._model.generate(
-            self._prompts[prompt], True, on_progress=partial(self._on_progress, index), **params
-        )
 
     def _on_progress(self, index: int, progress: Progress) -> None:
-        self._begun += 1
         if self._progress is not None:
             self._progress.put_nowait((index, progress))
-        if progress.processed >= progress.total:
-            self._follow(index)
-
-    def _expire(self, error: ApiError) -> None:
-        if isinstance(error, BusyError) and self._begun:
-            return
-        self._expired = error
-        self._cancel()
-
-    def _cancel(self) -> None:
-        for stream in self._streams.values():
-            stream.cancel()
 
     def close(self) -> None:
         """Ends what still runs."""
-        self._cancel()
-        for timer in self._timers:
-            timer.cancel()
+        for stream in self._streams:
+            stream.cancel()
         for task in self._tasks:
             task.cancel()
 
@@ -138,17 +119,8 @@ class Answers:
             self.close()
 
     def _each(self, work: Callable[[int], Coroutine[Any, Any, None]]) -> None:
-        """Does `work` for every answer: for the first ones now, for those that follow when they are started."""
-        self._work = work
-        for index in self._streams:
-            self._tasks.append(asyncio.ensure_future(work(index)))
-
-    def _follow(self, index: int) -> None:
-        """Starts the further answers to a prompt that has been read."""
-        if index % self._n == 0 and index + 1 not in self._streams and self._work:
-            for other in range(index + 1, index + self._n):
-                self._start(other)
-                self._tasks.append(asyncio.ensure_future(self._work(other)))
+        """Does `work` for every answer, side by side."""
+        self._tasks += [asyncio.ensure_future(work(index)) for index in range(self.count)]
 
     async def _copy(self, queue: asyncio.Queue[tuple[int, Chunk | Progress | BaseException]], index: int) -> None:
         try:
@@ -185,8 +157,8 @@ class Answers:
         assert stats
         self.stats[index] = stats
         self._service.metrics.count(stats, reason)
-        if self._expired:
-            raise self._expired
+        if reason == "timeout":
+            raise ApiError(504, "The answer took too long.", kind="server_error", code="timeout")
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's counts; each prompt counts once, whatever number of answers it has."""

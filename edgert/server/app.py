@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edgert.server import embeddings, openai, texts
+from edgert.server import embeddings, ollama, openai, texts
 from edgert.server.errors import ApiError
 from edgert.server.guard import Guard
 from edgert.server.service import Service, of
@@ -64,6 +64,14 @@ def routes() -> list[Route]:
         _post("/detokenize", texts.detokenize),
         _post("/apply-template", texts.apply_template),
         _get("/metrics", metrics),
+        _post("/api/chat", ollama.chat),
+        _post("/api/generate", ollama.generate),
+        _post("/api/embed", ollama.embeddings),
+        _post("/api/embeddings", ollama.old_embeddings),
+        _get("/api/tags", ollama.tags),
+        _get("/api/ps", ollama.running),
+        _post("/api/show", ollama.show),
+        _get("/api/version", ollama.version),
     ]
 
 

@@ -13,6 +13,8 @@ from edgert.errors import (
     ContextFullError,
     DoesNotFitError,
     EdgertError,
+    QueueFullError,
+    QueueTimeoutError,
     RequestError,
 )
 
@@ -44,9 +46,10 @@ class ApiError(Exception):
         fields = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": fields | self.facts}
 
-    def response(self) -> Response:
-        """The envelope as an answer."""
-        return Response(msgspec.json.encode(self.body()), self.status, self.headers, "application/json")
+    def response(self, *, plain: bool = False) -> Response:
+        """The envelope as an answer; plain: the message alone, as Ollama has it."""
+        body = {"error": self.message} if plain else self.body()
+        return Response(msgspec.json.encode(body), self.status, self.headers, "application/json")
 
 
 class BusyError(ApiError):
@@ -74,6 +77,8 @@ def of(error: BaseException) -> ApiError:
         )
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.field)
+    if isinstance(error, QueueFullError | QueueTimeoutError):
+        return BusyError(str(error), retry_after=int(error.retry_after) + 1)
     if isinstance(error, DoesNotFitError):
         return BusyError(str(error), retry_after=2)
     if isinstance(error, BackendUnavailableError):

@@ -55,7 +55,7 @@ class Guard:
             if answer.status == 500:
                 logger.exception("a request failed")
             if not status:
-                await answer.response()(scope, receive, sending)
+                await answer.response(plain=request.url.path.startswith("/api/"))(scope, receive, sending)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._service.metrics.requests.labels(route, str(status or 499)).inc()

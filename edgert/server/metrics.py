@@ -6,6 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -92,6 +93,7 @@ class _State:
         yield gauge("memory_bytes", "Memory of this process.", _resident())
         users = GaugeMetricFamily("edgert_model_users", "Requests that use a model.", labels=["model"])
         memory = GaugeMetricFamily("edgert_model_memory_bytes", "A model's memory.", labels=["model", "purpose"])
+        engine = GaugeMetricFamily("edgert_engine", "An engine's figures, by name.", labels=["model", "figure"])
         for name, entry in loaded.items():
             users.add_metric([name], entry.users)
             try:
@@ -99,8 +101,11 @@ class _State:
                     memory.add_metric([name, purpose], size)
             except ValueError:  # closed in between
                 continue
+            for figure, value in asdict(entry.model.snapshot()).items():
+                engine.add_metric([name, figure], -1 if value is None else value)
         yield users
         yield memory
+        yield engine
 
 
 def _resident() -> float:

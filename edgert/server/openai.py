@@ -42,9 +42,9 @@ async def chat_completions(request: Request) -> ASGIApp:
         model = (await enter(stack, request, body, body.choices)).model
         chat = await prepare(model, body.messages, body.params(), box, body.template_kwargs())
         shape = ChatShape(service.registry.find(body.model).spec.name, model, chat.parser)
-        return await respond(
-            stack, request, body, shape, Answers(service, model, [chat.ids], body.choices, chat.params)
-        )
+        user = services.owner(request, body.user)
+        answers = Answers(service, model, [chat.ids], body.choices, chat.params, user)
+        return await respond(stack, request, body, shape, answers)
 
 
 async def completions(request: Request) -> ASGIApp:
@@ -61,7 +61,8 @@ async def completions(request: Request) -> ASGIApp:
         ids = [await asyncio.to_thread(model.tokenize, p) if isinstance(p, str) else p for p in prompts]
         echoes = [p if isinstance(p, str) else model.detokenize(p) for p in prompts] if body.echo else []
         shape = CompletionShape(service.registry.find(body.model).spec.name, model, echoes, n)
-        return await respond(stack, request, body, shape, Answers(service, model, ids, n, params))
+        answers = Answers(service, model, ids, n, params, services.owner(request, body.user))
+        return await respond(stack, request, body, shape, answers)
 
 
 async def enter(stack: AsyncExitStack, request: Request, body: Generating, answers: int) -> Loaded:

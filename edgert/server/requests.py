@@ -81,6 +81,7 @@ _PARAMS = (
     "seed",
     "logit_bias",
     "ignore_eos",
+    "cache_prompt",
     "grammar",
     "json_schema",
     "regex",

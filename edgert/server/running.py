@@ -28,20 +28,19 @@ CONTEXTS = 4  # positions cached in all, as a multiple of one context, unless to
 FAREWELL_SECONDS = 5  # for answers in work when the server ends
 
 
-def loader(parallel: int, cache_tokens: int | None) -> Callable[..., Model]:
+def loader(parallel: int, cache_tokens: int | None, **always: Any) -> Callable[..., Model]:
     """`edgert.load` for many requests at once.
 
     parallel:      answers made at once
     cache_tokens:  positions that all of them may have together; None: as many contexts as fit, up to CONTEXTS
+    always:        further arguments of every model that its own do not name
     """
 
     def load(source: str | Path, **options: Any) -> Model:
         import edgert
         from edgert.cli.loading import ProgressLine, compiling
 
-        options.setdefault("n_seq_max", parallel)
-        if options.get("backend", "auto") not in ("auto", "cpu"):
-            return edgert.load(source, **options)
+        options = {"n_parallel": parallel} | always | options
         with ProgressLine() as line:
             options["progress"] = compiling(line)
             if cache_tokens is not None or "n_cached" in options:
