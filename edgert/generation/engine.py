@@ -192,23 +192,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._wait():
-                while self._calls:
-                    work, answer = self._calls.popleft()
-                    try:
-                        answer.put(work())
-                    except Exception as error:
-                        answer.put(error)
-                try:
-                    self.step()
-                except DoesNotFitError as error:
-                    self._give_way(error)
-                except Exception as error:
-                    logger.exception("a step failed")
-                    for task in self._running:
-                        task.fail(error)
-                self._retire()
-                if not self._running:
-                    self._send()
+                self._turn()
         except BaseException:
             logger.exception("the engine stopped")
             raise
@@ -221,6 +205,27 @@ class Engine:
                     task.fail(EdgertError("The model was closed while the request ran."))
             for _, answer in self._calls:
                 answer.put(EdgertError("The model was closed while the request ran."))
+            self._send()
+
+    def _turn(self) -> None:
+        """A step and what belongs to it; what fails in it ends the tasks that it was for, and no others."""
+        while self._calls:
+            work, answer = self._calls.popleft()
+            try:
+                answer.put(work())
+            except Exception as error:
+                answer.put(error)
+        try:
+            self.step()
+        except DoesNotFitError as error:
+            self._give_way(error)
+        except Exception as error:
+            logger.exception("a step failed")
+            for task in self._running:
+                if not task.done:
+                    task.fail(error)
+        self._retire()
+        if not self._running:
             self._send()
 
     def _wait(self) -> bool:

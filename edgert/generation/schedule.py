@@ -26,8 +26,8 @@ class Queue:
     """Tasks that wait, bounded, fair among users.
 
     Whose turn it is: the user who has had the fewest tokens; one who comes back counts from just before the least
-    served of those present. Of one user the oldest is first. A priority goes before that, and waiting raises it, up to the
-    highest that waits. Source: the virtual token counter of Sheng et al., "Fairness in Serving LLMs" (2024).
+    served of those present. Of one user the oldest is first. A priority goes before that, and waiting raises it, up to
+    the highest that waits. Source: the virtual token counter of Sheng et al., "Fairness in Serving LLMs" (2024).
 
     All methods but `__len__` are called with the engine's lock held or by its thread alone.
     """
