@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 from fake import EOS, FakeDecoder, hashed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
