@@ -12,8 +12,11 @@ from edgert.quantize.gguf_layout import DEFAULT_ALIGNMENT, tensor_bytes
 
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors by name, rows before columns
 
-# What edgert's CPU engine multiplies with as it is; it cannot run Q2_K, Q3_K and IQ4_XS.
-DEFAULT_TYPES = ("Q4_0", "IQ4_NL", "Q4_K", "Q4_1", "Q5_0", "Q5_K", "Q5_1", "Q6_K", "Q8_0")
+# The types to choose from, of those that edgert's CPU engine multiplies with as they are (it cannot run Q2_K, Q3_K and
+# IQ4_XS). Where blocks of 256 divide the rows, K types err less than all others of no fewer bits; elsewhere Q4_0 takes
+# the bytes of IQ4_NL and errs more, but for weights that lie on its grid.
+WIDE_TYPES = ("Q4_K", "Q5_K", "Q6_K", "Q8_0")
+NARROW_TYPES = ("IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 _ROUNDS = 100  # of bisection
 
 
@@ -40,8 +43,13 @@ def padded_bytes(name: str, shape: tuple[int, ...], format: Format, alignment: i
     return -(-tensor_bytes((name, shape, format)) // alignment) * alignment
 
 
-def offered(shape: tuple[int, ...], types: Iterable[str | Format] = DEFAULT_TYPES) -> list[Format]:
-    """Those of the types whose blocks divide the rows of a tensor."""
+def offered(shape: tuple[int, ...], types: Iterable[str | Format] | None = None, on_grid: bool = False) -> list[Format]:
+    """Those of the types whose blocks divide the rows of a tensor; without types, those worth choosing from.
+
+    on_grid:  the weights lie on a grid of Q4_0
+    """
+    if types is None:
+        types = (*(("Q4_0",) if on_grid else ()), *(NARROW_TYPES if shape[-1] % 256 else WIDE_TYPES))
     formats = (FORMATS[str(one)] for one in types)
     return [one for one in formats if shape[-1] % one.block_size == 0]
 
@@ -111,13 +119,13 @@ def _priced(options: Mapping[str, Sequence[Candidate]], room: int) -> dict[str, 
     low, high = min(slopes) / 2, max(slopes) * 2  # at the upper price all are at their smallest
     found = smallest
     for _ in range(_ROUNDS):
-        price = (low * high) ** 0.5
+        price = low**0.5 * high**0.5  # whose product may be too small for a float
         chosen = at(price)
         if sum(c.n_bytes for c in chosen.values()) <= room:
             found, high = chosen, price
         else:
             low = price
-        if high / low < 1 + 1e-9:
+        if high <= low * (1 + 1e-9):
             break
     return found
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import EdgertError
 from edgert.quantize.engine import Engine
+
+if TYPE_CHECKING:
+    from edgert.quantize.engine import OnInput
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.int32]
@@ -120,31 +124,20 @@ def calibrate(
     engine: Engine,
     chunks: Sequence[Tokens] | Tokens,
     *,
-    hessians: Hessians | None = None,
     datasets: Sequence[str] = (),
     on_chunk: Callable[[int, int], object] | None = None,
 ) -> Statistics:
-    """Runs pieces of text, each from an empty context, and collects what the matrices read.
+    """Runs pieces of text, each from an empty context, and collects the mean squares of what the matrices read.
 
     chunks:    int32 (n_chunks, n_ctx), or a list of int32 (n,)
-    hessians:  collects too, for the tensors that it was made for
     datasets:  names of the texts, for the record
     on_chunk:  called with (chunks done, all)
 
     Raises: EdgertError when the model's values are not finite.
     """
-    statistics = Statistics(datasets=list(datasets), chunk_size=max((len(chunk) for chunk in chunks), default=0))
-
-    def on_input(names: tuple[str, ...], inputs: Floats) -> None:
-        statistics.add(names, inputs)
-        if hessians is not None:
-            hessians.add(names, inputs)
-
-    for i, chunk in enumerate(chunks):
-        engine.observe(chunk, on_input)
-        statistics.n_chunks += 1
-        if on_chunk:
-            on_chunk(i + 1, len(chunks))
+    statistics = Statistics(datasets=list(datasets))
+    for _ in hessian_passes(engine, chunks, (), 0, statistics, on_chunk):
+        pass
     return statistics
 
 
@@ -160,11 +153,14 @@ def hessian_passes(
     chunks: Sequence[Tokens] | Tokens,
     names: Collection[str],
     max_bytes: int,
+    statistics: Statistics | None = None,
     on_chunk: Callable[[int, int], object] | None = None,
 ) -> Iterator[Hessians]:
     """The Hessians of many tensors, in as many passes over the text as keep those of one pass within max_bytes.
 
     Tensors come in the order of the computation; one that exceeds max_bytes alone has a pass of its own.
+
+    statistics:  collects too, of all tensors, during the first pass; there is then one at least
     """
     sets: list[list[str]] = []
     room = 0
@@ -178,11 +174,22 @@ def hessian_passes(
             room = max_bytes
         sets[-1] += chosen
         room -= n_bytes
+    if statistics is not None:
+        statistics.chunk_size = max((len(chunk) for chunk in chunks), default=0)
+        sets = sets or [[]]
     done = 0
-    for chosen in sets:
+    for i, chosen in enumerate(sets):
         hessians = Hessians(chosen)
+        reads = [hessians.add] if statistics is None or i else [statistics.add, hessians.add]
+
+        def on_input(shared: tuple[str, ...], inputs: Floats, reads: Sequence[OnInput] = reads) -> None:
+            for read in reads:
+                read(shared, inputs)
+
         for chunk in chunks:
-            engine.observe(chunk, hessians.add)
+            engine.observe(chunk, on_input)
+            if statistics is not None and not i:
+                statistics.n_chunks += 1
             done += 1
             if on_chunk:
                 on_chunk(done, len(sets) * len(chunks))

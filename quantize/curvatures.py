@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.quantize import calibration
+from edgert.quantize.calibration import Statistics
 from edgert.quantize.engine import Engine
 from edgert.quantize.feedback import DAMPING, Curvature
 
@@ -52,20 +53,22 @@ class Curvatures:
         names: Collection[str],
         max_bytes: int,
         *,
+        statistics: Statistics | None = None,
         resume: bool = False,
         on_chunk: Callable[[int, int], object] | None = None,
     ) -> None:
         """Lets the model read, as often as it takes to keep within max_bytes of memory.
 
-        names:   the tensors wanted, those of stacked experts left out
-        resume:  take what an earlier collect has left in the folder
+        names:       the tensors wanted, those of stacked experts left out
+        statistics:  collects on the way, of all tensors
+        resume:      take what an earlier collect has left in the folder
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         for shared in calibration.inputs_of(engine):
             wanted = [name for name in shared if name in names]
             self._inputs |= dict.fromkeys(wanted, wanted[0] if wanted else "")
         missing = {key for key in self._inputs.values() if not (resume and self._path(key).exists())}
-        for hessians in calibration.hessian_passes(engine, chunks, missing, max_bytes, on_chunk):
+        for hessians in calibration.hessian_passes(engine, chunks, missing, max_bytes, statistics, on_chunk):
             for name, key in self._inputs.items():
                 if name in hessians and key in missing:
                     self._save(key, hessians[name] / np.float32(hessians.count(name)))

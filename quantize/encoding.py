@@ -45,11 +45,16 @@ def slabs(tensor: SourceTensor, n_bytes: int = SLAB_BYTES) -> Iterator[tuple[int
             yield first // rows_of_matrix, tensor.rows(start, min(start + step, first + rows_of_matrix))
 
 
+def lies_on_grid(tensor: SourceTensor) -> bool:
+    """Whether the tensor's floats are multiples of Q4_0 scales, as training for that type leaves them."""
+    return grid.lies_on_q4_0(values for _, values in slabs(tensor))
+
+
 def encode(tensor: SourceTensor, format: Format, inputs: Inputs, n_threads: int) -> tuple[str, Iterator[Bytes]]:
     """The method taken, one of report.METHODS, and the tensor's bytes in pieces, uint8 (rows, row_bytes) each."""
     if format.name not in GRIDS:
         return "float", (rounding.quantize(values, format) for _, values in slabs(tensor))
-    if format.name == "Q4_0" and grid.lies_on_q4_0(values for _, values in slabs(tensor)):
+    if format.name == "Q4_0" and lies_on_grid(tensor):
         return "grid", (
             grid.encode(values, rounding.quantize(values, format, n_threads=n_threads)) for _, values in slabs(tensor)
         )
@@ -69,7 +74,7 @@ def _with_feedback(
     tensor: SourceTensor, format: Format, curvature: Curvature, held_out: Curvature | None, n_threads: int
 ) -> tuple[str, Iterator[Bytes]]:
     """Rounds with error feedback; and without, if there are held-out inputs to tell which errs less on them."""
-    ways = {"feedback": partial(feedback.quantize, curvature=curvature, method="search", n_threads=n_threads)}
+    ways = {"feedback": partial(feedback.quantize, curvature=curvature, n_threads=n_threads)}
     if held_out is None:
         return "feedback", (ways["feedback"](values, format) for _, values in slabs(tensor, FEEDBACK_BYTES))
     ways["weighted"] = partial(rounding.quantize, importance=curvature.importance, n_threads=n_threads)

@@ -79,14 +79,12 @@ def quantize(
     curvature: Curvature,
     importance: Floats | None = None,
     *,
-    method: str = "weighted",
     sweeps: int = SWEEPS,
     n_threads: int = 1,
 ) -> NDArray[np.uint8]:
     """Rounds float32 (rows, n_cols) to uint8 (rows, row_bytes) so that the output error is small.
 
     importance:  float32 (n_cols,), weights of the fit of scales; without it the Hessian's diagonal
-    method:      how scales are fitted, see rounding.quantize: weighted or search
     sweeps:      how often all codes are gone over again
 
     Raises: UnsupportedFormatError for a format that has no grid; ValueError for shapes that do not fit;
@@ -104,7 +102,7 @@ def quantize(
     with ThreadPoolExecutor(n_threads) as pool:
         for first in range(0, rows, slab):
             piece = feedback_kernels.Slab(values[first : first + slab], grid, pool, n_threads)
-            piece.feed(curvature.gains, weights, method, WIDTH)
+            piece.feed(curvature.gains, weights, WIDTH)
             for _ in range(sweeps):
                 if not piece.sweep(curvature.hessian, WIDTH):
                     break

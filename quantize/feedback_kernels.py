@@ -32,7 +32,7 @@ class Slab:
     values:  float32 (n_cols, n), the true ones, turned; n is the number of rows, filled up to sixteens with zeros
     target:  float32 (n_cols, n), what the codes have to meet: the values and what feedback added
     codes:   int8 (n_cols, n)
-    d, m:    float32 (n_blocks, n); ls, lm: int8 (n_cols / sub_size, n): what blocks store, see rounding.batches
+    d, m:    float32 (n_blocks, n); ls, lm: int8 (n_cols / sub_size, n): what blocks store, see rounding.grids
     """
 
     def __init__(self, values: Floats, grid: Grid, pool: Executor, n_threads: int) -> None:
@@ -59,9 +59,9 @@ class Slab:
         width = max(width, self.grid.block_size)
         return [(start, min(start + width, self.n_cols)) for start in range(0, self.n_cols, width)]
 
-    def feed(self, gains: Floats, weights: Floats, method: str, width: int) -> None:
+    def feed(self, gains: Floats, weights: Floats, width: int) -> None:
         """Fits blocks and chooses codes from the first column to the last. Afterwards `target` is used up."""
-        kernel = feeder(self.grid.name, method)
+        kernel = feeder(self.grid.name)
         for start, stop in self._strips(width):
             errors = np.empty((stop - start, self.values.shape[1]), np.float32)
 
@@ -167,13 +167,13 @@ def _number(name: str) -> Any:
 
 
 @functools.cache
-def feeder(name: str, method: str) -> Any:
+def feeder(name: str) -> Any:
     """The kernel of Slab.feed for the columns from `start` on, as many as `errors` has."""
     grid = GRIDS[name]
-    fit, code = method_of(name, method), _coder(name)
+    fit, code = method_of(name, "search"), _coder(name)
     size, n, n_sub = grid.block_size, grid.sub_size, grid.n_sub
 
-    @jit(f"feed.{method}.{name}")
+    @jit(f"feed.{name}")
     def kernel(values, target, gains, weights, start, errors, codes, d, m, ls, lm, first, last):
         width = len(errors)
         local, wrong, w = np.empty(16 * width, np.float32), np.empty(16 * width, np.float32), np.empty(
@@ -287,17 +287,17 @@ def row_packer(name: str) -> Any:
         for unit in range(first, last):
             at, n = 16 * unit, min(16, len(out) - 16 * unit)
             for block in range(len(d)):
-                d_[:], m_[:] = d[block, at : at + 16], m[block, at : at + 16]
-                for j in range(n_sub):
-                    for k in range(16):
+                for k in range(16):
+                    d_[k], m_[k] = d[block, at + k], m[block, at + k]
+                    for j in range(n_sub):
                         ls_[16 * j + k] = ls[block * n_sub + j, at + k]
                         lm_[16 * j + k] = lm[block * n_sub + j, at + k]
                 for i in range(size):
-                    codes_[16 * i : 16 * i + 16] = codes[block * size + i, at : at + 16]
+                    for k in range(16):
+                        codes_[16 * i + k] = codes[block * size + i, at + k]
                 pack(codes_, d_, m_, ls_, lm_, packed, 0, type_size)
                 for k in range(n):
-                    out[at + k, block * type_size : (block + 1) * type_size] = packed[
-                        k * type_size : (k + 1) * type_size
-                    ]
+                    for i in range(type_size):
+                        out[at + k, block * type_size + i] = packed[k * type_size + i]
 
     return kernel

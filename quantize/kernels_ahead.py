@@ -1,19 +1,20 @@
 """Compiles the kernels that a quantization will need before it needs them, in child processes.
 
-Several at a time, while the user is told; and the compiler's memory goes with the children. What is compiled lies in
-the cache folder, from which this process loads it. A child that fails costs nothing: the kernel is compiled on use.
+Several at a time, while the user is told; and the compiler's memory goes with the children. Each child compiles one
+kernel after another: they share functions that it need not compile again. What is compiled lies in the cache folder,
+from which this process loads it. A child that fails costs nothing: the kernel is compiled on use.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Collection
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 WAYS = ("plain", "search", "feedback")  # of rounding: by values alone, by importance, with error feedback
-POLL_SECONDS = 0.1
+LONG = ("Q5_K", "Q4_K", "Q6_K")  # what takes longest goes first, so that all children end at about the same time
 
 Job = tuple[str, str]  # a format's name, and one of WAYS
 
@@ -25,29 +26,53 @@ def compile_ahead(
 
     on_kernel:  called with (format, jobs done, all of them) while there is something to do
     """
-    left = [job for job in dict.fromkeys(jobs) if not _is_ready(job)]
-    n_jobs = len(left)
-    running: dict[Job, subprocess.Popen[bytes]] = {}
-    last = ""
+    left = sorted((job for job in dict.fromkeys(jobs) if not _is_ready(job)), key=lambda job: job[0] not in LONG)
+    if not left:
+        return
+    n_jobs, waiting, tell = len(left), list(left), on_kernel or (lambda *_: None)
+    children: list[_Child] = []
     try:
-        while left or running:
-            while left and len(running) < n_processes:
-                job = left.pop(0)
-                command = [sys.executable, "-m", "edgert.quantize.kernels_ahead", *job]
-                running[job] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-                last = job[0]
-            if on_kernel:
-                on_kernel(last, n_jobs - len(left) - len(running), n_jobs)
-            time.sleep(POLL_SECONDS)
-            running = {job: child for job, child in running.items() if child.poll() is None}
+        children += [_Child() for _ in range(max(1, min(n_processes, n_jobs)))]
+        with ThreadPoolExecutor(len(children)) as pool:
+            running = {pool.submit(child.compile, waiting.pop(0)): child for child in children}
+            tell(left[0][0], 0, n_jobs)
+            while running:
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    child = running.pop(done)
+                    if waiting and done.result():
+                        running[pool.submit(child.compile, waiting.pop(0))] = child
+                    tell(waiting[0][0] if waiting else left[-1][0], n_jobs - len(waiting) - len(running), n_jobs)
     except OSError:  # no processes can be started here
         return
     finally:
-        for child in running.values():
-            child.terminate()
-            child.wait()
-    if n_jobs and on_kernel:
-        on_kernel("", n_jobs, n_jobs)
+        for child in children:
+            child.close()
+    tell("", n_jobs, n_jobs)
+
+
+class _Child:
+    """A process that compiles one job after another."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "edgert.quantize.kernels_ahead"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def compile(self, job: Job) -> bool:
+        """Whether it is done and the child can take another."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            print(*job, file=stdin, flush=True)
+            return bool(stdout.readline())
+        except OSError:  # it has ended
+            return False
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
 
 def _is_ready(job: Job) -> bool:
@@ -76,7 +101,7 @@ def _compile(format_name: str, way: str) -> None:
     n_cols = FORMATS[format_name].block_size
     values = np.linspace(-1, 1, 16 * n_cols, dtype=np.float32).reshape(16, n_cols)
     if way == "feedback":
-        feedback.quantize(values, format_name, Curvature.of(np.eye(n_cols, dtype=np.float32)), method="search")
+        feedback.quantize(values, format_name, Curvature.of(np.eye(n_cols, dtype=np.float32)))
     else:
         importance = None if way == "plain" else np.ones(n_cols, np.float32)
         rounding.quantize(values, format_name, importance)
@@ -84,4 +109,6 @@ def _compile(format_name: str, way: str) -> None:
 
 
 if __name__ == "__main__":
-    _compile(sys.argv[1], sys.argv[2])
+    for line in sys.stdin:
+        _compile(*line.split())
+        print(line, end="", flush=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from edgert.errors import DoesNotFitError
-from edgert.quantize import mixes
+from edgert.quantize import encoding, mixes
 from edgert.quantize.allocation import Pins, allocate, candidates, offered, padded_bytes
 from edgert.quantize.convert import fits_f16
 from edgert.quantize.formats import FORMATS, Format
@@ -59,6 +59,7 @@ class Planner:
             name: tensor.shape for name, tensor in source.tensors.items() if mixes.is_quantizable(name, tensor.shape)
         }
         self._fallbacks: list[Fallback] = []
+        self._offered: dict[str, list[Format]] = {}
         stored = {name: as_it_is(source.tensors[name]) for name in self.shapes}
         pinned = pins.resolve(self.shapes, stored)
         self._fixed = {name: self._possible(name, format, format) for name, format in pinned.items()}
@@ -122,7 +123,10 @@ class Planner:
 
     def offered(self, name: str) -> list[Format]:
         """The types that a matrix may take, its own float one included."""
-        return [*offered(self.shapes[name]), as_it_is(self._source.tensors[name])]
+        if name not in self._offered:
+            tensor = self._source.tensors[name]
+            self._offered[name] = [*offered(tensor.shape, on_grid=encoding.lies_on_grid(tensor)), as_it_is(tensor)]
+        return self._offered[name]
 
     def _possible(self, name: str, meant: Format, used: Format) -> Format:
         """The type to be used, with a note where it is not the one that was meant."""

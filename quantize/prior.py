@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from edgert.quantize import rounding
+from edgert.quantize import grid, rounding
 from edgert.quantize.formats import FORMATS, Format
 from edgert.quantize.rounding import GRIDS
 from edgert.quantize.source import Source
@@ -45,6 +45,8 @@ class Prior:
         if power == 0:
             return 0.0
         data = rounding.quantize(values, format, n_threads=self._n_threads)
+        if format.name == "Q4_0" and grid.lies_on_q4_0([values]):
+            data = grid.encode(values, data)
         error = float(np.square(values - FORMATS[format.name].dequantize(data)).mean())
         part = re.sub(r"^blk\.\d+\.|\.weight$", "", name)
         return WEIGHTS.get(part, 1.0) * error / power

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from edgert.errors import RequestError
-from edgert.quantize import calibration, comparison, encoding, sensitivity
+from edgert.quantize import comparison, encoding, sensitivity
 from edgert.quantize.allocation import Pins
 from edgert.quantize.calibration import Statistics
 from edgert.quantize.curvatures import Curvatures
@@ -177,7 +177,12 @@ class Quantizer:
     def _engine(self) -> Engine:
         """The source, running."""
         self._progress("loading", "", 0, 1)
-        engine = open_engine(self.source, n_ctx=CHUNK, n_threads=self.settings.n_threads)
+        engine = open_engine(
+            self.source,
+            n_ctx=CHUNK,
+            n_threads=self.settings.n_threads,
+            progress=partial(self._progress, "compiling", "the engine"),
+        )
         self._resources.callback(engine.close)
         return engine
 
@@ -194,34 +199,39 @@ class Quantizer:
             return read_imatrix(self.settings.imatrix)
         if not self.settings.calibration:
             return None
-        path = self._work / "imatrix.gguf"
-        if self.settings.resume and path.exists():
-            return read_imatrix(path)
-        tell = partial(self._progress, "calibrating", "")
-        statistics = calibration.calibrate(
-            self._engine, self._texts.training, datasets=self._texts.names, on_chunk=tell
-        )
-        write_imatrix(path, statistics)
-        return statistics
+        return self._training[0]
 
     @cached_property
-    def _curvatures(self) -> tuple[Curvatures, Curvatures]:
-        """The correlations of inputs, and those of the text to judge by."""
-        found = []
+    def _training(self) -> tuple[Statistics, Curvatures]:
+        """What all matrices read of the calibration text: mean squares, and correlations where they will be wanted."""
+        path = self._work / "imatrix.gguf"
+        known = self.settings.resume and path.exists()
+        statistics = read_imatrix(path) if known else Statistics(datasets=self._texts.names)
+        curvatures = self._collected("calibrating", self._texts.training, None if known else statistics)
+        if not known:
+            write_imatrix(path, statistics)
+        return statistics, curvatures
+
+    @cached_property
+    def _held_out(self) -> Curvatures:
+        """The correlations in the text to judge by."""
+        return self._collected("judging", self._texts.judging, None)
+
+    def _collected(self, stage: str, chunks: Chunks, statistics: Statistics | None) -> Curvatures:
         tied = {"token_embd.weight": TIED_DAMPING} if "output.weight" not in self.source.tensors else {}
-        n_cols = {name: shape[-1] for name, shape in self.planner.shapes.items()}
-        for stage, chunks in (("correlating", self._texts.training), ("judging", self._texts.judging)):
-            curvatures = Curvatures(self._work / stage, tied, n_cols)
-            curvatures.collect(
-                self._engine,
-                chunks,
-                self.planner.shapes,
-                self.settings.max_memory,
-                resume=self.settings.resume,
-                on_chunk=partial(self._progress, stage, ""),
-            )
-            found.append(curvatures)
-        return found[0], found[1]
+        curvatures = Curvatures(
+            self._work / stage, tied, {name: shape[-1] for name, shape in self.planner.shapes.items()}
+        )
+        curvatures.collect(
+            self._engine,
+            chunks,
+            self.planner.shapes if self._feeds_back or self._measures else (),
+            self.settings.max_memory,
+            statistics=statistics,
+            resume=self.settings.resume,
+            on_chunk=partial(self._progress, stage, ""),
+        )
+        return curvatures
 
     # Which type each tensor takes.
 
@@ -248,17 +258,19 @@ class Quantizer:
             return Sensitivity.load(settings.sensitivity).loss
         possible = {format.name for name in self.planner.open for format in self.planner.offered(name)}
         if self._guesses:
-            self._compile(possible, plain=True)
+            self._compile(possible, "plain")
             return Prior(self.source, settings.n_threads).loss
         path = self._work / "sensitivity.json"
-        if settings.resume and path.exists():
-            return Sensitivity.load(path).loss
-        self._compile(possible, plain=False)
-        curvatures, held_out = self._curvatures
-        matrices = {name: self.source.tensors[name] for name in self.planner.open}
+        curvatures, held_out = self._training[1], self._held_out
+        self._compile(possible, "feedback" if self._feeds_back else "search")
+
+        def on_step(found: Sensitivity, done: int, of: int) -> None:
+            found.save(path)  # so that a run that is killed goes on from here
+            self._progress("measuring", "", done, of)
+
         found = sensitivity.measure(
             self._engine,
-            matrices,
+            {name: self.source.tensors[name] for name in self.planner.open},
             curvatures,
             self._texts.judging[:PROBE_CHUNKS],
             lambda tensor: self.planner.offered(tensor.name),
@@ -266,14 +278,13 @@ class Quantizer:
             with_feedback=self._feeds_back,
             n_threads=settings.n_threads,
             fingerprint=self.source.fingerprint,
-            on_step=partial(self._progress, "measuring", ""),
+            known=Sensitivity.load(path) if settings.resume and path.exists() else None,
+            on_step=on_step,
         )
-        found.save(path)
         return found.loss
 
-    def _compile(self, formats: Iterable[str], plain: bool) -> None:
-        """Has the kernels at hand that round to these formats, by the weights alone or by all that is known."""
-        ways = ("plain",) if plain else ("search", "feedback") if self._feeds_back else ("search",)
+    def _compile(self, formats: Iterable[str], *ways: str) -> None:
+        """Has the kernels at hand that round to these formats."""
         jobs = [(name, way) for name in sorted(set(formats)) if name in GRIDS for way in ways]
         compile_ahead(jobs, self.settings.n_threads, partial(self._progress, "compiling"))
 
@@ -296,6 +307,12 @@ class Quantizer:
         return [(name, self.source.tensors[name].shape, format) for name, format in plan.types.items()]
 
     @property
+    def _measures(self) -> bool:
+        """Whether types are chosen by what the running model loses."""
+        settings = self.settings
+        return settings.budget.mix is None and settings.sensitivity is None and bool(settings.calibration)
+
+    @property
     def _feeds_back(self) -> bool:
         return self.settings.gptq != "off" and bool(self.settings.calibration)
 
@@ -304,7 +321,8 @@ class Quantizer:
         sizes = {name: math.prod(shape) for name, shape in report.shapes.items()}
         total, pending = sum(sizes.values()), list(writer.pending)
         done = total - sum(sizes[name] for name in pending)
-        self._compile((plan.types[name].name for name in pending), plain=self.settings.fast)
+        ways = ["plain"] if self.settings.fast else ["search"] if self.settings.gptq != "on" else []
+        self._compile((plan.types[name].name for name in pending), *ways, *(["feedback"] if self._feeds_back else []))
         for name in pending:
             self._progress("quantizing", name, done, total)
             tensor, format = self.source.tensors[name], plan.types[name]
@@ -318,10 +336,10 @@ class Quantizer:
     def _inputs(self, name: str) -> Inputs:
         """What is known of what a matrix multiplies."""
         importance = self._statistics.importance(name) if self._statistics is not None else None
-        if not self._feeds_back or name not in self._curvatures[0]:
+        if not self._feeds_back or name not in self._training[1]:
             return Inputs(importance)
-        curvatures, held_out = self._curvatures
-        return Inputs(importance, curvatures(name), None if self.settings.gptq == "on" else held_out(name))
+        held_out = None if self.settings.gptq == "on" else self._held_out(name)
+        return Inputs(importance, self._training[1](name), held_out)
 
     def _compare(self, writer: Writer) -> dict[str, Domain]:
         """How far what was written is from its source."""

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import EdgertError, ModelFileError
-from edgert.quantize import feedback, rounding
+from edgert.quantize import feedback, grid, rounding
 from edgert.quantize.divergence import log_softmax
 from edgert.quantize.engine import Engine
 from edgert.quantize.feedback import Curvature
@@ -30,8 +30,9 @@ from edgert.quantize.source_tensor import SourceTensor
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.int32]
 
-PROBE = "Q4_0"  # divides rows of 32, and its error is far above the engine's own
-LARGE_PROBE = "Q5_0"  # for a tensor of more than LARGE of all weights, whose formats decide those of all others
+# What groups are rounded to, by whether blocks of 256 divide their rows: with errors far above the engine's own.
+PROBES = {True: "Q4_K", False: "IQ4_NL"}
+LARGE_PROBES = {True: "Q5_K", False: "Q5_0"}  # of a tensor that holds more than LARGE of all weights
 LARGE = 0.1
 MAX_GROUPS = 64
 SAMPLE_ROWS = 512  # of a tensor, whose errors stand for all
@@ -80,14 +81,12 @@ class Sensitivity:
             raise EdgertError(f"The sensitivities do not hold {name} as {format}: measure them again for this model.")
         return self.factors[name] * errors[str(format)]
 
-    def losses(self, name: str) -> dict[Format, float]:
-        """Of all measured formats of a tensor."""
-        return {FORMATS[format]: self.loss(name, format) for format in self.errors[name]}
-
     def save(self, path: str | Path) -> None:
         """Writes it as JSON."""
         content = {"kind": "edgert sensitivity", "version": VERSION, **asdict(self)}
-        Path(path).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        part = Path(f"{path}.part")  # a stop meanwhile leaves what was there
+        part.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        part.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Sensitivity:
@@ -109,7 +108,7 @@ class Sensitivity:
             numbers = [*made.factors.values(), *(e for every in made.errors.values() for e in every.values())]
             if not all(np.isfinite(x) and x >= 0 for x in numbers):
                 raise ValueError("numbers that are negative or not finite")
-            if set(made.factors) != set(made.errors) or not {f for e in made.errors.values() for f in e} <= set(
+            if not set(made.factors) >= set(made.errors) or not {f for e in made.errors.values() for f in e} <= set(
                 FORMATS
             ):
                 raise ValueError("tensors or formats that do not agree")
@@ -126,7 +125,6 @@ def errors_of(
     curvature: Curvature,
     held_out: Curvature | None = None,
     *,
-    method: str = "search",
     with_feedback: bool = True,
     n_threads: int = 1,
 ) -> dict[str, float]:
@@ -145,10 +143,12 @@ def errors_of(
             difference = format.dequantize(rounding.quantize(values, format)) - values
             found[format.name] = feedback.output_error(difference, judge.hessian) / whole
             continue
-        if with_feedback:
-            data = feedback.quantize(values, format, curvature, method=method, n_threads=n_threads)
+        if format.name == "Q4_0" and grid.lies_on_q4_0([values]):
+            data = grid.encode(values, rounding.quantize(values, format, n_threads=n_threads))
+        elif with_feedback:
+            data = feedback.quantize(values, format, curvature, n_threads=n_threads)
         else:
-            data = rounding.quantize(values, format, curvature.importance, method=method, n_threads=n_threads)
+            data = rounding.quantize(values, format, curvature.importance, n_threads=n_threads)
         found[format.name] = feedback.output_error(format.dequantize(data) - values, judge.hessian) / whole
     return found
 
@@ -241,25 +241,31 @@ def probe(
     with_feedback: bool = True,
     max_groups: int = MAX_GROUPS,
     n_threads: int = 1,
-    on_probe: Callable[[int, int], object] | None = None,
+    known: Iterable[Probe] = (),
+    on_probe: Callable[[list[Probe], int], object] | None = None,
 ) -> tuple[list[Probe], int]:
     """Rounds group after group coarsely and measures the output; the model is as before afterwards.
 
     tensors:     the matrices of the engine's model that may be rounded, their rows a multiple of 32
     curvatures:  by name
     chunks:      int32 (n,) each; their second halves are scored
-    on_probe:    called with (groups done, all)
+    known:       probes that were made before and need not be made again
+    on_probe:    called with (probes so far, how many there will be)
 
     Returns the probes, and how many predictions each was measured on.
     Raises: EdgertError when the model's values are not finite.
     """
     groups = groups_of(tensors, max_groups)
     n_weights = sum(tensor.n_rows * tensor.n_cols for tensor in tensors.values())
-    baseline = Baseline(engine, chunks)
-    probes = []
-    for i, group in enumerate(groups):
-        large = sum(tensors[name].n_rows * tensors[name].n_cols for name in group) > LARGE * n_weights * len(group)
-        format = FORMATS[LARGE_PROBE if large else PROBE]
+    before = {(one.tensors, one.format): one for one in known}
+    baseline: Baseline | None = None
+    probes: list[Probe] = []
+    for group in groups:
+        format = _probe_format([tensors[name] for name in group], n_weights)
+        if (group, format.name) in before:
+            probes.append(before[group, format.name])
+            continue
+        baseline = baseline or Baseline(engine, chunks)
         error = 0.0
         try:
             for name in group:
@@ -274,8 +280,15 @@ def probe(
             raise EdgertError(f"Rounding {', '.join(group)} made the model's output NaN: it cannot be measured.")
         probes.append(Probe(group, format.name, max(kld, 0.0), error))
         if on_probe:
-            on_probe(i + 1, len(groups))
-    return probes, baseline.n_tokens
+            on_probe(probes, len(groups))
+    return probes, sum(len(chunk) - len(chunk) // 2 for chunk in chunks)
+
+
+def _probe_format(group: Sequence[SourceTensor], n_weights: int) -> Format:
+    """What a group is rounded to, in a model of so many weights."""
+    large = sum(tensor.n_rows * tensor.n_cols for tensor in group) > LARGE * n_weights * len(group)
+    wide = all(tensor.n_cols % 256 == 0 for tensor in group)
+    return FORMATS[(LARGE_PROBES if large else PROBES)[wide]]
 
 
 def _rounded(
@@ -287,7 +300,7 @@ def _rounded(
     for start, stop in tensor.slabs():
         values = tensor.rows(start, stop)
         if with_feedback:
-            data = feedback.quantize(values, format, curvature, method="search", n_threads=n_threads)
+            data = feedback.quantize(values, format, curvature, n_threads=n_threads)
         else:
             data = rounding.quantize(values, format, curvature.importance, n_threads=n_threads)
         rounded[start:stop] = format.dequantize(data)
@@ -313,22 +326,27 @@ def measure(
     max_groups: int = MAX_GROUPS,
     n_threads: int = 1,
     fingerprint: str = "",
-    on_step: Callable[[int, int], object] | None = None,
+    known: Sensitivity | None = None,
+    on_step: Callable[[Sensitivity, int, int], object] | None = None,
 ) -> Sensitivity:
     """Probes the model and works out the errors of every tensor in every format that it is offered.
 
     formats:  what is offered to a tensor
-    on_step:  called with (steps done, all): first probes, then tensors
+    known:    what a run that was stopped had found: it is not measured again
+    on_step:  called with (all that is found so far, steps done, all): first probes, then tensors
 
     Other arguments as in probe() and errors_of().
     Raises: as they do.
     """
-    found = Sensitivity(fingerprint)
-    probed = {name: t for name, t in tensors.items() if t.n_cols % FORMATS[PROBE].block_size == 0}
+    found, known = Sensitivity(fingerprint), known or Sensitivity()
+    found.errors = {name: errors for name, errors in known.errors.items() if name in tensors}
+    probed = {name: t for name, t in tensors.items() if t.n_cols % FORMATS[PROBES[False]].block_size == 0}
 
-    def on_probe(done: int, n_probes: int) -> None:
+    def on_probe(probes: list[Probe], n_probes: int) -> None:
+        found.probes = probes
+        found.factors = dict.fromkeys(found.errors, 0.0) | factors_of(probes)
         if on_step:
-            on_step(done, n_probes + len(probed))
+            on_step(found, len(probes), n_probes + len(probed))
 
     found.probes, found.n_tokens = probe(
         engine,
@@ -338,20 +356,23 @@ def measure(
         with_feedback=with_feedback,
         max_groups=max_groups,
         n_threads=n_threads,
+        known=known.probes,
         on_probe=on_probe,
     )
     found.factors = factors_of(found.probes)
     for i, (name, tensor) in enumerate(probed.items()):
-        found.errors[name] = errors_of(
-            tensor,
-            formats(tensor),
-            curvatures(name),
-            held_out(name) if held_out else None,
-            with_feedback=with_feedback,
-            n_threads=n_threads,
-        )
+        wanted = [one for one in formats(tensor) if str(one) not in found.errors.get(name, {})]
+        if wanted:
+            found.errors[name] = found.errors.get(name, {}) | errors_of(
+                tensor,
+                wanted,
+                curvatures(name),
+                held_out(name) if held_out else None,
+                with_feedback=with_feedback,
+                n_threads=n_threads,
+            )
         if on_step:
-            on_step(len(found.probes) + i + 1, len(found.probes) + len(probed))
+            on_step(found, len(found.probes) + i + 1, len(found.probes) + len(probed))
     return found
 
 

@@ -31,7 +31,12 @@ BAR = 40  # characters of the longest
     help="A text, chats (.jsonl) or the name of a set, to measure on; may be given again.",
 )
 @flag("--tokens", type=click.IntRange(2048), default=50_000, show_default=True, help="Tokens that are read at most.")
-@flag("--types", default="", metavar="TYPE,...", help="Types to compare; without it all that edgert runs.")
+@flag(
+    "--types",
+    default="",
+    metavar="TYPE,...",
+    help="Types to compare; without it those that `edgert quantize` chooses from.",
+)
 @flag(
     "--groups", type=click.IntRange(1), default=64, show_default=True, help="Probes at most, each a group of tensors."
 )
@@ -72,18 +77,20 @@ def measured(
 ) -> Sensitivity:
     """Lets the model read, and probes it."""
     from edgert.devices.probe import default_threads
-    from edgert.quantize import sensitivity
-    from edgert.quantize.allocation import DEFAULT_TYPES, offered
+    from edgert.quantize import encoding, sensitivity
+    from edgert.quantize.allocation import offered
     from edgert.quantize.curvatures import Curvatures
     from edgert.quantize.engine import open_engine
     from edgert.quantize.feedback import TIED_DAMPING
     from edgert.quantize.formats import FORMATS
+    from edgert.quantize.kernels_ahead import compile_ahead
     from edgert.quantize.mixes import is_quantizable
+    from edgert.quantize.rounding import GRIDS
     from edgert.quantize.source import open_source
     from edgert.quantize.text_parts import TextParts
 
-    chosen = [name.strip().upper() for name in types.split(",") if name.strip()] or list(DEFAULT_TYPES)
-    for name in chosen:
+    chosen = [name.strip().upper() for name in types.split(",") if name.strip()] or None
+    for name in chosen or ():
         if name not in FORMATS or FORMATS[name].decode is None:
             raise click.UsageError(f"--types: {name!r} is no type that edgert reads.")
     n_threads = threads or default_threads()
@@ -93,18 +100,22 @@ def measured(
         def compiled(done: int, of: int) -> None:
             line.show(f"compiling, the first time only {bar(done / max(of, 1))} {done}/{of} kernels")
 
+        def rounding(name: str, done: int, of: int) -> None:
+            compiled(done, of)
+
         def step(what: str) -> Any:
-            return lambda done, of: line.show(f"{what} {bar(done / max(of, 1))} {done} of {of}")
+            return lambda *seen: line.show(f"{what} {bar(seen[-2] / max(seen[-1], 1))} {seen[-2]} of {seen[-1]}")
 
         with (
             open_source(source, allow_requantize=True) as opened,
             open_engine(opened, n_threads=n_threads, progress=compiled) as engine,
         ):
-            matrices = {
-                name: tensor
+            types_of = {
+                name: offered(tensor.shape, chosen, chosen is None and encoding.lies_on_grid(tensor))
                 for name, tensor in opened.tensors.items()
-                if is_quantizable(name, tensor.shape) and offered(tensor.shape, chosen)
+                if is_quantizable(name, tensor.shape)
             }
+            matrices = {name: opened.tensors[name] for name, formats in types_of.items() if formats}
             texts = TextParts.read(engine, calibration or None, (), 512, tokens)
             n_cols = {name: tensor.n_cols for name, tensor in matrices.items()}
             pair = []
@@ -113,12 +124,15 @@ def measured(
                 one.collect(engine, chunks, matrices, 2 << 30, on_chunk=step(stage))
                 pair.append(one)
             seen = {name: tensor for name, tensor in matrices.items() if name in pair[0]}
+            needed = {format.name for name in seen for format in types_of[name]}
+            way = "feedback" if gptq else "search"
+            compile_ahead([(name, way) for name in sorted(needed) if name in GRIDS], n_threads, rounding)
             return sensitivity.measure(
                 engine,
                 seen,
                 pair[0],
                 texts.judging[:8],
-                lambda tensor: offered(tensor.shape, chosen),
+                lambda tensor: types_of[tensor.name],
                 held_out=pair[1],
                 with_feedback=gptq,
                 max_groups=groups,

@@ -1,12 +1,16 @@
 """Files of edgert quantize beside llama-quantize's of the same size, judged on held-out text by both sides' tools.
 
     python tests/bench/quantizer.py SOURCE BASE.gguf --llama BIN --calibration C.jsonl --calibration V.txt \
-        --text T.txt --text H.jsonl [--types Q4_K_M,Q4_K_S,IQ4_NL,Q4_0] [--chunks 16]
+        --text T.txt --text H.jsonl [--types Q4_K_M,Q4_K_S,IQ4_NL,Q4_0] [--chunks 16] [--noise 0.1] [--keep DIR]
 
-SOURCE is what edgert quantizes, BASE.gguf the same weights as BF16 for llama.cpp; BIN is a folder with llama-quantize
-and, for its judgement, llama-perplexity. Both sides take one importance matrix, collected by edgert from the
-calibration texts; edgert gets as its budget the bytes of llama-quantize's file. A .jsonl text is chats, rendered with
-the model's template; llama-perplexity reads the same rendering as plain text.
+SOURCE is what edgert quantizes, BASE.gguf the same weights as BF16 for llama.cpp, written where it does not exist. BIN
+is a folder with llama-quantize and, for its judgement, llama-perplexity. Both sides take one importance matrix, which
+edgert collects from the calibration texts; edgert gets as its budget the bytes of llama-quantize's file. A .jsonl text
+is chats, rendered with the model's template; llama-perplexity reads the same rendering as plain text.
+
+A SOURCE that was quantized before flatters whoever finds its grid again. --noise adds so much of each matrix's standard
+deviation to BASE, which is then what edgert quantizes too. Figures are printed as they come; with --keep a run that is
+stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -17,17 +21,26 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 
 from edgert.backends import load
 from edgert.evaluate import chunks_of, evaluate
+from edgert.quantize import rounding
+from edgert.quantize.formats import FORMATS
 from edgert.quantize.gguf_file import GGUFFile
+from edgert.quantize.gguf_value import Value
+from edgert.quantize.gguf_writer import Writer
+from edgert.quantize.source import open_source
 from edgert.template import ChatTemplate
 from edgert.tokenizer import Tokenizer
+
+Figures = dict[str, float]
 
 FIGURES = {
     "mean": r"Mean\s+KLD:\s+([\d.]+)",
@@ -45,6 +58,21 @@ def run(*command: object) -> str:
     return done.stdout + done.stderr
 
 
+def write_base(source: Path, base: Path, noise: float) -> None:
+    """The source's values as BF16, each matrix with normal noise of so much of its standard deviation."""
+    rng = np.random.default_rng(1)
+    with open_source(source, allow_requantize=True) as opened:
+        plan = [(n, t.shape, FORMATS["F32" if len(t.shape) == 1 else "BF16"]) for n, t in opened.tensors.items()]
+        facts = {"general.file_type": Value.u32(32), "general.quantization_version": Value.u32(2)}
+        with Writer(base, opened.metadata | facts, plan) as writer:
+            for name, shape, format in plan:
+                values = opened.tensors[name].rows()
+                if format.name == "BF16" and noise:
+                    scale = np.float32(noise * values.std())
+                    values = values + scale * rng.standard_normal(values.shape, dtype=np.float32)
+                writer.write(name, rounding.quantize(values.reshape(-1, shape[-1]), format))
+
+
 def plain(text: Path, base: Path, folder: Path) -> Path:
     """The text as llama-perplexity reads it: chats are rendered."""
     if text.suffix != ".jsonl":
@@ -58,57 +86,91 @@ def plain(text: Path, base: Path, folder: Path) -> Path:
     return out
 
 
-def llamas_judgement(tools: Path, base: Path, text: Path, n_chunks: int, threads: int, files: list[Path]) -> list[dict]:
-    """Of each file: the figures that llama-perplexity --kl-divergence prints."""
-    common = ("-f", text, "--chunks", n_chunks, "-c", 512, "-t", threads)
-    with tempfile.TemporaryDirectory() as folder:
-        logits = Path(folder) / "logits"
-        run(tools / "llama-perplexity", "-m", base, *common, "--kl-divergence-base", logits)
-        judged = []
-        for file in files:
-            said = run(tools / "llama-perplexity", "-m", file, *common, "--kl-divergence-base", logits,
-                       "--kl-divergence")  # fmt: skip
-            found = {name: re.search(pattern, said) for name, pattern in FIGURES.items()}
-            judged.append({name: float(match[1]) for name, match in found.items() if match})
-    return judged
+class Llama:
+    """llama-perplexity --kl-divergence as the judge; what the base says of a text is computed once."""
+
+    name = "llama.cpp"
+
+    def __init__(self, tools: Path, base: Path, n_chunks: int, threads: int, folder: Path) -> None:
+        self._tool, self._base, self._folder = tools / "llama-perplexity", base, folder
+        self._common = ("--chunks", n_chunks, "-c", 512, "-t", threads)
+        self._base_of = cache(self._base_logits)
+
+    def _base_logits(self, text: Path) -> tuple[Path, Path]:
+        read, logits = plain(text, self._base, self._folder), self._folder / f"{text.stem}.logits"
+        if not logits.exists():
+            part = logits.with_suffix(".part")
+            run(self._tool, "-m", self._base, "-f", read, *self._common, "--kl-divergence-base", part)
+            part.replace(logits)
+        return read, logits
+
+    def judge(self, text: Path, file: Path) -> Figures:
+        """What it prints of a file on a text."""
+        read, logits = self._base_of(text)
+        said = run(self._tool, "-m", file, "-f", read, *self._common, "--kl-divergence-base", logits, "--kl-divergence")
+        found = {name: re.search(pattern, said) for name, pattern in FIGURES.items()}
+        return {name: float(match[1]) for name, match in found.items() if match}
 
 
-def our_judgement(base: Path, text: Path, n_chunks: int, threads: int, files: list[Path]) -> list[dict]:
-    """Of each file: edgert's figures, through its int8 kernels; chats are read with their control tokens."""
-    with GGUFFile.open(base) as file:
-        tokenizer, template = Tokenizer.from_gguf(file), ChatTemplate.from_gguf(file)
-    content = text.read_bytes().decode("utf-8")
-    if text.suffix == ".jsonl":
+class Edgert:
+    """edgert's figures, through its int8 kernels; chats are read with their control tokens."""
+
+    name = "edgert"
+
+    def __init__(self, base: Path, n_chunks: int, threads: int) -> None:
+        self._base, self._n_chunks, self._threads = base, n_chunks, threads
+        self._chunks_of = cache(self._chunks)
+
+    def _chunks(self, text: Path) -> Any:
+        with GGUFFile.open(self._base) as file:
+            tokenizer, template = Tokenizer.from_gguf(file), ChatTemplate.from_gguf(file)
+        content = text.read_bytes().decode("utf-8")
+        if text.suffix != ".jsonl":
+            return chunks_of(tokenizer, content.removesuffix("\n"), 512, self._n_chunks)
         assert template is not None
         ids: list[int] = []
         for line in content.splitlines():
             pieces = template.render(json.loads(line)["messages"], add_generation_prompt=False)
             ids += tokenizer.encode_pieces(pieces, add_special=False)
-        chunks = np.array(ids[: n_chunks * 512], np.int32).reshape(-1, 512)
-    else:
-        chunks = chunks_of(tokenizer, content.removesuffix("\n"), 512, n_chunks)
-    judged = []
-    exact = load(base, n_ctx=512, n_threads=threads)
-    for path in files:
-        model = load(path, n_ctx=512, n_threads=threads)
-        found = evaluate(model, chunks, exact).against
-        model.close()
+            if len(ids) >= self._n_chunks * 512:
+                break
+        return np.array(ids[: self._n_chunks * 512], np.int32).reshape(-1, 512)
+
+    def judge(self, text: Path, file: Path) -> Figures:
+        """What `edgert perplexity` finds of a file on a text."""
+        exact, model = (load(path, n_ctx=512, n_threads=self._threads) for path in (self._base, file))
+        try:
+            found = evaluate(model, self._chunks_of(text), exact).against
+        finally:
+            model.close()
+            exact.close()
         assert found is not None
-        judged.append({"mean": found.kld_mean, "99 %": found.kld_99, "99.9 %": found.kld_999,
-                       "same top": 100 * found.same_top})  # fmt: skip
-    exact.close()
-    return judged
+        return {"mean": found.kld_mean, "99 %": found.kld_99, "99.9 %": found.kld_999, "same top": 100 * found.same_top}
+
+
+def remembered(path: Path) -> Callable[[str, Callable[[], Figures]], Figures]:
+    """A function that works figures out once, however often the bench is started."""
+    known: dict[str, Figures] = json.loads(path.read_text()) if path.exists() else {}
+
+    def figures(key: str, found: Callable[[], Figures]) -> Figures:
+        if key not in known:
+            known[key] = found()
+            path.write_text(json.dumps(known, indent=1))
+        return known[key]
+
+    return figures
 
 
 @click.command(help=__doc__)
 @click.argument("source", type=click.Path(exists=True, path_type=Path))
-@click.argument("base", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("base", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--llama", "tools", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
 @click.option("--calibration", multiple=True, type=click.Path(exists=True, path_type=Path), required=True)
 @click.option("--text", "texts", multiple=True, type=click.Path(exists=True, path_type=Path), required=True)
 @click.option("--types", default="Q4_K_M,Q4_K_S,IQ4_NL,Q4_0", show_default=True)
 @click.option("--chunks", "n_chunks", default=16, show_default=True)
 @click.option("--imatrix-chunks", default=100, show_default=True, help="Chunks that the importances are collected on.")
+@click.option("--noise", default=0.0, show_default=True, help="Share of each matrix's standard deviation.")
 @click.option("-t", "--threads", default=2, show_default=True)
 @click.option("--allow-requantize", is_flag=True)
 @click.option("--keep", "folder", type=click.Path(file_okay=False, path_type=Path), help="Keep the files here.")
@@ -121,6 +183,7 @@ def main(
     types: str,
     n_chunks: int,
     imatrix_chunks: int,
+    noise: float,
     threads: int,
     allow_requantize: bool,
     folder: Path | None,
@@ -128,6 +191,9 @@ def main(
     with tempfile.TemporaryDirectory() as temporary:
         folder = folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
+        if not base.exists():
+            write_base(source, base, noise)
+        source = base if noise else source
         edgert = (sys.executable, "-m", "edgert")
         named = [part for text in calibration for part in ("--calibration", text)]
         requantize = ("--allow-requantize",) if allow_requantize else ()
@@ -136,35 +202,31 @@ def main(
             files = [part for text in calibration for part in ("-f", text)]
             run(*edgert, "imatrix", "-m", base, *files, "--chunks", imatrix_chunks, "-o", imatrix, "-t", threads)
         if not sensitivity.exists():
-            run(*edgert, "sensitivity", source, *named, "-o", sensitivity, "-t", threads)
-        pairs: list[tuple[str, Path, Path, float]] = []
+            click.echo(run(*edgert, "sensitivity", source, *named, "-o", sensitivity, "-t", threads))
+        judges: list[Edgert | Llama] = [Edgert(base, n_chunks, threads)]
+        if os.access(tools / "llama-perplexity", os.X_OK):
+            judges.append(Llama(tools, base, n_chunks, threads, folder))
+        figures = remembered(folder / f"figures-{n_chunks}.json")
+        head = "".join(f"{name:>10}" for name in FIGURES)
         for name in types.split(","):
             theirs, ours = folder / f"llama-{name}.gguf", folder / f"edgert-{name}.gguf"
             if not theirs.exists():
                 run(tools / "llama-quantize", *requantize, "--imatrix", imatrix, base, theirs, name, threads)
-            started = time.perf_counter()
             if not ours.exists():
-                run(*edgert, "quantize", source, "-o", ours, "--size", theirs.stat().st_size, "--no-report", *named,
-                    "--sensitivity", sensitivity, *requantize, "-t", threads)  # fmt: skip
-            pairs.append((name, theirs, ours, time.perf_counter() - started))
-        files = [file for _, theirs, ours, _ in pairs for file in (theirs, ours)]
-        judges = {"edgert": lambda text: our_judgement(base, text, n_chunks, threads, files)}
-        if os.access(tools / "llama-perplexity", os.X_OK):
-            judges["llama.cpp"] = lambda text: llamas_judgement(
-                tools, base, plain(text, base, folder), n_chunks, threads, files
-            )
-        for text in texts:
-            for judge, judgement in judges.items():
-                figures = judgement(text)
-                click.echo(f"\n{text.name}, judged by {judge}")
-                head = "".join(f"{name:>10}" for name in FIGURES)
-                click.echo(f"{'':<22}{'bytes':>12}{head}")
-                for i, (name, *both, _) in enumerate(pairs):
-                    for who, file, found in zip(("llama-quantize", "edgert"), both, figures[2 * i :], strict=False):
-                        cells = "".join(f"{found[column]:>10.4f}" for column in FIGURES)
+                click.echo(run(*edgert, "quantize", source, "-o", ours, "--size", theirs.stat().st_size, "--no-report",
+                               *named, "--sensitivity", sensitivity, *requantize, "-t", threads))  # fmt: skip
+            for text in texts:
+                for judge in judges:
+                    click.echo(f"\n{text.name}, judged by {judge.name}\n{'':<22}{'bytes':>12}{head}")
+                    found = []
+                    for who, file in (("llama-quantize", theirs), ("edgert", ours)):
+                        key = f"{judge.name} {text.name} {file.name} {file.stat().st_size}"
+                        found.append(figures(key, lambda j=judge, t=text, f=file: j.judge(t, f)))  # type: ignore[misc]
+                        cells = "".join(f"{found[-1][column]:>10.4f}" for column in FIGURES)
                         click.echo(f"{name + ' ' + who:<22}{file.stat().st_size:>12,}{cells}")
-                    change = figures[2 * i + 1]["mean"] / figures[2 * i]["mean"] - 1
+                    change = found[1]["mean"] / found[0]["mean"] - 1
                     click.echo(f"{'':<22}{'':>12}{100 * change:>+9.0f}%")
+                    sys.stdout.flush()
 
 
 if __name__ == "__main__":

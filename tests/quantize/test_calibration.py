@@ -11,7 +11,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from edgert.errors import ContextFullError, EdgertError
-from edgert.quantize.calibration import Hessians, Statistics, calibrate, hessian_passes, inputs_of
+from edgert.quantize.calibration import Statistics, calibrate, hessian_passes, inputs_of
 from edgert.quantize.engine import open_engine
 
 CHUNKS = np.random.default_rng(1).integers(0, 384, (3, 150)).astype(np.int32)
@@ -33,10 +33,13 @@ def inputs_by_name(engine: Any) -> dict[str, np.ndarray]:
 def test_statistics_and_hessians_are_those_of_the_inputs(engine: Any) -> None:
     inputs = inputs_by_name(engine)
     chosen = {"blk.0.attn_k.weight", "blk.0.attn_v.weight", "blk.1.ffn_down.weight", "token_embd.weight"}
-    hessians, calls = Hessians(chosen), []
-    statistics = calibrate(
-        engine, CHUNKS, hessians=hessians, datasets=["made up"], on_chunk=lambda done, of: calls.append((done, of))
+    statistics, calls = Statistics(datasets=["made up"]), []
+    (hessians,) = hessian_passes(
+        engine, CHUNKS, chosen, 1 << 30, statistics, on_chunk=lambda done, of: calls.append((done, of))
     )
+    alone = calibrate(engine, CHUNKS, datasets=["made up"])
+    assert alone.sums.keys() == statistics.sums.keys() and alone.counts == statistics.counts
+    assert (alone.n_chunks, alone.chunk_size, alone.datasets) == (3, 150, ["made up"])
     assert (statistics.n_chunks, statistics.chunk_size, statistics.datasets) == (3, 150, ["made up"])
     assert calls == [(1, 3), (2, 3), (3, 3)]
     assert statistics.sums.keys() == inputs.keys()
@@ -62,7 +65,8 @@ def test_passes_stay_within_the_memory(engine: Any) -> None:
     for max_bytes, n_passes in ((1, 8), (192 * 192 * 4, 6), (1 << 30, 1)):
         seen: list[str] = []
         passes = 0
-        for hessians in hessian_passes(engine, CHUNKS, names, max_bytes):
+        statistics = Statistics()
+        for hessians in hessian_passes(engine, CHUNKS, names, max_bytes, statistics):
             passes += 1
             here = [name for name in names if name in hessians]
             arrays = {id(hessians[name].base): hessians[name].nbytes for name in here}
@@ -73,6 +77,8 @@ def test_passes_stay_within_the_memory(engine: Any) -> None:
             seen += here
         assert sorted(seen) == sorted(names)
         assert passes == n_passes
+        assert statistics.n_chunks == 3 and set(statistics.counts) >= names  # read once, however many passes
+        assert {int(counts[0]) for counts in statistics.counts.values()} == {450}
 
 
 def test_experts_and_merging() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+sys.path.insert(0, str(Path(__file__).parent))
+from unpacked import unpack
+
 from edgert.errors import EdgertError, UnsupportedFormatError
 from edgert.quantize import feedback, rounding
 from edgert.quantize.feedback import Curvature, output_error
 from edgert.quantize.formats import FORMATS
-from edgert.quantize.rounding.batches import unpack
 from edgert.quantize.rounding.grids import GRIDS
 
 Floats = NDArray[np.float32]

@@ -43,7 +43,7 @@ def test_a_child_that_fails_costs_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_stamp_does_not_depend_on_what_is_loaded():
     """Else a kernel that one program compiled would be compiled again in the next."""
     script = "from edgert.quantize.jit import sources; print(sources('edgert.quantize.feedback_kernels'))"
-    more = "import edgert.quantize.quantizer, edgert.quantize.rounding.batches; "
+    more = "import edgert.quantize.quantizer, edgert.quantize.sensitivity; "
     found = [
         subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout
         for text in (script, more + script)

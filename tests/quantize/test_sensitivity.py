@@ -138,10 +138,40 @@ def test_one_probe_predicts_the_other_formats(engine: TwoLayers) -> None:
     importance = curvatures(engine, CHUNKS)
     for name, tensor in engine.tensors.items():
         for format in ("Q4_1", "Q5_0", "Q8_0"):
-            data = rounding.quantize(tensor.values, format, importance(name).importance, method="search")
+            data = rounding.quantize(tensor.values, format, importance(name).importance)
             true = true_divergence(engine, name, FORMATS[format].dequantize(data))
             assert measured.loss(name, format) == pytest.approx(true, rel=0.35), (name, format)
         assert measured.loss(name, "Q8_0") < measured.loss(name, "Q5_1") < measured.loss(name, "Q4_1")
+
+
+def test_what_was_found_is_not_measured_again(engine: TwoLayers, tmp_path: Path) -> None:
+    """A run that is stopped at any step, kept as JSON, and gone on with finds what one run finds."""
+
+    class Stopped(Exception):
+        pass
+
+    def measure(stop_at: int, known: Sensitivity | None = None) -> Sensitivity:
+        def on_step(found: Sensitivity, done: int, of: int) -> None:
+            found.save(tmp_path / "s.json")
+            if done == stop_at:
+                raise Stopped
+            assert done <= of == 6
+
+        formats = ("Q4_1", "Q8_0")
+        seen = curvatures(engine, CHUNKS)
+        return sensitivity.measure(
+            engine, engine.tensors, seen, CHUNKS, lambda tensor: formats, known=known, on_step=on_step
+        )
+
+    whole = measure(99)
+    for stop_at in range(1, 6):
+        with pytest.raises(Stopped):
+            measure(stop_at)
+        kept = Sensitivity.load(tmp_path / "s.json")
+        assert len(kept.probes) == min(stop_at, 3) and len(kept.errors) == max(0, stop_at - 3)
+        engine.replaced.clear()
+        assert measure(99, kept) == whole
+        assert len(engine.replaced) == 2 * (3 - len(kept.probes))  # each probe's values, and the model's own again
 
 
 def test_a_failure_leaves_the_models_own_values(engine: TwoLayers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +192,7 @@ def test_errors_of_a_sample_stand_for_all_rows(engine: TwoLayers) -> None:
     curvature = curvatures(engine, CHUNKS)("output.weight")
     tensor = engine.tensors["output.weight"]
     sample = sensitivity.errors_of(tensor, ["Q4_0", "F16"], curvature)
-    data = feedback.quantize(tensor.values, "Q4_0", curvature, method="search")
+    data = feedback.quantize(tensor.values, "Q4_0", curvature)
     whole = feedback.output_error(FORMATS["Q4_0"].dequantize(data) - tensor.values, curvature.hessian)
     whole /= feedback.output_error(tensor.values, curvature.hessian)
     assert sample["Q4_0"] == pytest.approx(whole, rel=0.1)
@@ -188,7 +218,8 @@ def test_the_file_gives_back_what_was_measured(tmp_path: Path) -> None:
     )
     made.save(path)
     assert Sensitivity.load(path) == made
-    assert made.losses("a") == {FORMATS["Q4_0"]: 0.125, FORMATS["Q8_0"]: 0.0025}
+    assert (made.loss("a", "Q4_0"), made.loss("a", "Q8_0")) == (0.125, 0.0025)
+    assert [one.name for one in tmp_path.iterdir()] == ["s.json"]
     assert made.loss("a", "BF16") == 0.0
     for name, format in (("a", "Q5_K"), ("b", "Q4_0")):
         with pytest.raises(EdgertError, match=f"do not hold {name} as {format}"):
