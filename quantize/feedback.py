@@ -35,7 +35,7 @@ class Curvature:
 
     hessian:     float32 (n_cols, n_cols), its mean diagonal 1
     gains:       float32 (n_cols, n_cols), the unit upper triangular R
-    importance:  float32 (n_cols,), the Hessian's diagonal before the damping
+    importance:  float32 (n_cols,), the Hessian's diagonal; no column is without, so that none is clipped at will
     scale:       the mean diagonal that the Hessian was given with
     """
 
@@ -67,9 +67,7 @@ class Curvature:
             except np.linalg.LinAlgError:
                 damping = max(10 * damping, 1e-3)
         gains = (factor / factor.diagonal()).astype(np.float32)
-        importance = np.ascontiguousarray(scaled.diagonal(), np.float32)
-        if not importance.any():
-            importance = np.ones(n, np.float32)
+        importance = np.ascontiguousarray(damped.diagonal(), np.float32)
         return cls(damped.astype(np.float32), np.ascontiguousarray(gains), importance, mean)
 
 
