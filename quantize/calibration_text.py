@@ -18,6 +18,7 @@ Tokens = NDArray[np.int32]
 
 _FOLDER = Path(__file__).parent / "texts"
 BUILT_IN = {name: _FOLDER / file for name, file in (
+    ("articles", "articles.txt"),
     ("chat", "chat.jsonl"),
     ("code", "code.txt"),
     ("languages", "languages.txt"),

@@ -78,5 +78,6 @@ class Curvatures:
         """Writes it whole or not at all."""
         part = self._path(name).with_suffix(".part")
         with open(part, "wb") as file:
-            np.save(file, hessian)
+            np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(hessian))
+            file.write(np.ascontiguousarray(hessian).data)  # np.save does not tell why it failed
         part.replace(self._path(name))

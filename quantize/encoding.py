@@ -74,10 +74,11 @@ def _with_feedback(
     tensor: SourceTensor, format: Format, curvature: Curvature, held_out: Curvature | None, n_threads: int
 ) -> tuple[str, Iterator[Bytes]]:
     """Rounds with error feedback; and without, if there are held-out inputs to tell which errs less on them."""
-    ways = {"feedback": partial(feedback.quantize, curvature=curvature, n_threads=n_threads)}
+    way = partial(feedback.quantize, curvature=curvature, n_threads=n_threads)
+    ways = {"feedback": way}
     if held_out is None:
         return "feedback", (ways["feedback"](values, format) for _, values in slabs(tensor, FEEDBACK_BYTES))
-    ways["weighted"] = partial(rounding.quantize, importance=curvature.importance, n_threads=n_threads)
+    ways["weighted"] = partial(way, feeds=False)
     found: dict[str, list[Bytes]] = {name: [] for name in ways}
     errors = dict.fromkeys(ways, 0.0)
     for _, values in slabs(tensor, FEEDBACK_BYTES):

@@ -77,12 +77,14 @@ def quantize(
     curvature: Curvature,
     importance: Floats | None = None,
     *,
+    feeds: bool = True,
     sweeps: int = SWEEPS,
     n_threads: int = 1,
 ) -> NDArray[np.uint8]:
     """Rounds float32 (rows, n_cols) to uint8 (rows, row_bytes) so that the output error is small.
 
     importance:  float32 (n_cols,), weights of the fit of scales; without it the Hessian's diagonal
+    feeds:       False: round by importance alone, with the kernels of feedback, so that no others are needed
     sweeps:      how often all codes are gone over again
 
     Raises: UnsupportedFormatError for a format that has no grid; ValueError for shapes that do not fit;
@@ -100,8 +102,8 @@ def quantize(
     with ThreadPoolExecutor(n_threads) as pool:
         for first in range(0, rows, slab):
             piece = feedback_kernels.Slab(values[first : first + slab], grid, pool, n_threads)
-            piece.feed(curvature.gains, weights, WIDTH)
-            for _ in range(sweeps):
+            piece.feed(curvature.gains if feeds else None, weights, WIDTH)
+            for _ in range(sweeps if feeds else 0):
                 if not piece.sweep(curvature.hessian, WIDTH):
                     break
             piece.pack(out[first : first + slab])

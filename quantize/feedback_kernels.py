@@ -59,18 +59,25 @@ class Slab:
         width = max(width, self.grid.block_size)
         return [(start, min(start + width, self.n_cols)) for start in range(0, self.n_cols, width)]
 
-    def feed(self, gains: Floats, weights: Floats, width: int) -> None:
-        """Fits blocks and chooses codes from the first column to the last. Afterwards `target` is used up."""
-        kernel = feeder(self.grid.name)
-        for start, stop in self._strips(width):
-            errors = np.empty((stop - start, self.values.shape[1]), np.float32)
+    def feed(self, gains: Floats | None, weights: Floats, width: int) -> None:
+        """Fits blocks and chooses codes from the first column to the last. Afterwards `target` is used up.
 
-            def run(first: int, last: int, start: int = start, errors: Floats = errors) -> None:
-                kernel(self.values, self.target, gains, weights, start, errors, self.codes, self.d, self.m, self.ls,
-                       self.lm, first, last)  # fmt: skip
+        gains:  None: no column makes up for others
+        """
+        kernel = feeder(self.grid.name)
+        strips = self._strips(width)
+        longest = max(stop - start for start, stop in strips)
+        local = np.zeros((longest, longest), np.float32) if gains is None else gains
+        for start, stop in strips:
+            errors = np.empty((stop - start, self.values.shape[1]), np.float32)
+            corner = 0 if gains is None else start
+
+            def run(first: int, last: int, start: int = start, corner: int = corner, errors: Floats = errors) -> None:
+                kernel(self.values, self.target, local, corner, weights, start, errors, self.codes, self.d, self.m,
+                       self.ls, self.lm, first, last)  # fmt: skip
 
             self._units(run)
-            if stop < self.n_cols:
+            if stop < self.n_cols and gains is not None:
                 self.target[stop:] += gains[start:stop, stop:].T @ errors
 
     def sweep(self, hessian: Floats, width: int) -> bool:
@@ -168,13 +175,16 @@ def _number(name: str) -> Any:
 
 @functools.cache
 def feeder(name: str) -> Any:
-    """The kernel of Slab.feed for the columns from `start` on, as many as `errors` has."""
+    """The kernel of Slab.feed for the columns from `start` on, as many as `errors` has.
+
+    corner: the row and column of `gains` that belong to the first of them
+    """
     grid = GRIDS[name]
     fit, code = method_of(name, "search"), _coder(name)
     size, n, n_sub = grid.block_size, grid.sub_size, grid.n_sub
 
     @jit(f"feed.{name}")
-    def kernel(values, target, gains, weights, start, errors, codes, d, m, ls, lm, first, last):
+    def kernel(values, target, gains, corner, weights, start, errors, codes, d, m, ls, lm, first, last):
         width = len(errors)
         local, wrong, w = np.empty(16 * width, np.float32), np.empty(16 * width, np.float32), np.empty(
             16 * width, np.float32)  # fmt: skip
@@ -209,8 +219,8 @@ def feeder(name: str) -> Any:
                             store(wrong, 16 * i, error)
                             store(all_errors, i * rows + 16 * unit, error)
                             for k in range(i + 1, done + STEP):
-                                store(local, 16 * k, load(local, 16 * k) + error * vf(gains[start + i, start + k]))
-                        _pass_on(wrong, done, done + STEP, local, gains, start, start, width)
+                                store(local, 16 * k, load(local, 16 * k) + error * vf(gains[corner + i, corner + k]))
+                        _pass_on(wrong, done, done + STEP, local, gains, corner, corner, width)
 
     return kernel
 

@@ -73,7 +73,7 @@ class Writer:
         self._crc = 0
         self._file: IO[bytes] | None = None
         self._file_part: Part | None = None
-        _check_target(self.path, self.paths)
+        check_target(self.path, self.paths)
         digest = hashlib.sha256(fingerprint.encode())
         for part in self._parts:
             digest.update(b"\0" + part.path.name.encode() + b"\0" + part.header)
@@ -168,6 +168,14 @@ class Writer:
             _sync_folder(self.path.parent)
             self._journal.remove()
         return self.paths
+
+    def discard(self) -> None:
+        """Ends without a result and leaves nothing."""
+        self.close()
+        with _complaints(self.path):
+            for part in self._parts:
+                _temporary(part).unlink(missing_ok=True)
+            self._journal.remove()
 
     def close(self) -> None:
         """Ends without a result; the temporary files stay for a writer with resume=True."""
@@ -299,9 +307,12 @@ def _temporary(part: Part) -> Path:
     return part.path.with_name(part.path.name + ".part")
 
 
-def _check_target(path: Path, paths: Sequence[Path]) -> None:
+def check_target(path: Path, paths: Sequence[Path] = ()) -> None:
+    """Refuses names under which nothing can be written. Raises: ModelFileError."""
     if not path.parent.is_dir():
         raise ModelFileError(f"{path} cannot be written: the folder {path.parent} does not exist.")
+    if not os.access(path.parent, os.W_OK):
+        raise ModelFileError(f"{path} cannot be written: the folder {path.parent} may only be read.")
     for file in (path, *paths):
         if file.exists() and not file.is_file():
             raise ModelFileError(f"{file} cannot be written: a folder or device has that name.")

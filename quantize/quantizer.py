@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
 import resource
-import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from edgert.errors import RequestError
+from edgert.errors import DoesNotFitError, ModelFileError, RequestError, UnsupportedFormatError
 from edgert.quantize import comparison, encoding, sensitivity
 from edgert.quantize.allocation import Pins
 from edgert.quantize.calibration import Statistics
@@ -28,9 +28,9 @@ from edgert.quantize.feedback import TIED_DAMPING
 from edgert.quantize.gguf_layout import TensorPlan
 from edgert.quantize.gguf_layout import plan as layout
 from edgert.quantize.gguf_value import Value
-from edgert.quantize.gguf_writer import Writer
+from edgert.quantize.gguf_writer import Writer, check_target
 from edgert.quantize.imatrix import read_imatrix, write_imatrix
-from edgert.quantize.kernels_ahead import compile_ahead
+from edgert.quantize.kernels_ahead import Job, compile_ahead
 from edgert.quantize.planning import Loss, Plan, Planner
 from edgert.quantize.prior import Prior
 from edgert.quantize.progress import OnProgress, silent
@@ -40,6 +40,7 @@ from edgert.quantize.sensitivity import Sensitivity
 from edgert.quantize.settings import Budget, Settings, n_bytes
 from edgert.quantize.source import Source, open_source
 from edgert.quantize.text_parts import Chunks, TextParts
+from edgert.quantize.work_folder import WorkFolder
 
 DEFAULT = ("default",)  # the sets that come with the package
 PROBE_CHUNKS = 8  # that the model reads for each probe of its sensitivity
@@ -82,7 +83,7 @@ def quantize(
     gptq:          "auto", "on" or "off": error feedback
     tensor_types:  {regular expression: type} for tensors by name; output_type and embedding_type likewise
     keep:          regular expressions of tensors that stay floats as they are
-    report:        compare the result with the source on held-out text; None: where there was a calibration
+    report:        compare the result with the source on held-out text; None: where there was text
     report_text:   the held-out texts; () for the usual ones
     progress:      called with (stage, tensor or text, done, total)
 
@@ -105,7 +106,7 @@ def quantize(
         n_threads=n_threads or os.cpu_count() or 1,
         max_memory=n_bytes(max_memory, "max_memory"),
         split_max_size=None if split_max_size is None else n_bytes(split_max_size, "split_max_size"),
-        report=bool(names) if report is None else report,
+        report=bool(names or report_text) if report is None else report,
         report_text=tuple(os.fspath(item) for item in report_text),
     )
     with open_source(Path(source), allow_requantize=allow_requantize) as opened:
@@ -135,28 +136,48 @@ class Quantizer:
         """Writes the file."""
         assert self.out is not None
         _refuse_source(self.out, self.source)
-        with self._resources:
-            plan = self._plan()
-            report = self._report(plan)
-            with Writer(
-                self.out,
-                self._metadata,
-                self._tensors(plan),
-                split_max_size=self.settings.split_max_size,
-                resume=self.settings.resume,
-                fingerprint=f"{self.source.fingerprint} {self.settings.decisive}",
-            ) as writer:
-                self._write(writer, plan, report)
-                if self._domains:
-                    report.domains = self._compare(writer)
-                figures = report.metadata() | quality_metadata(report.domains)
-                writer.update(plan.metadata(self._shapes) | _values(figures))
-            report.paths, report.n_bytes = tuple(str(path) for path in writer.paths), writer.n_bytes
-        if "_work" in vars(self):
-            shutil.rmtree(self._work, ignore_errors=True)
+        check_target(Path(os.path.realpath(self.out)))  # before all measuring, not after it
+        try:
+            with self._resources:
+                report = self._run(self.out)
+        except (ModelFileError, RequestError, UnsupportedFormatError):
+            self._forget()  # going on would meet the same again
+            raise
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DoesNotFitError(
+                    f"The disk became full while {self.out} was made: make room and run the same again with --resume, "
+                    f"or delete {self.out}.work."
+                ) from error
+            raise
+        self._forget()
         report.seconds = time.monotonic() - self._started
         report.peak_memory = _peak_memory()
         return report
+
+    def _run(self, out: Path) -> Report:
+        plan = self._plan()
+        report = self._report(plan)
+        with Writer(
+            out,
+            self._metadata,
+            self._tensors(plan),
+            split_max_size=self.settings.split_max_size,
+            resume=self.settings.resume,
+            fingerprint=f"{self.source.fingerprint} {self.settings.decisive}",
+        ) as writer:
+            self._write(writer, plan, report)
+            if self._domains:
+                report.domains = self._compare(writer)
+            figures = report.metadata() | quality_metadata(report.domains)
+            writer.update(plan.metadata(self._shapes) | _values(figures))
+        report.paths, report.n_bytes = tuple(str(path) for path in writer.paths), writer.n_bytes
+        return report
+
+    def _forget(self) -> None:
+        """Removes what a later run could have used again."""
+        if "_work_folder" in vars(self):
+            self._work_folder.remove()
 
     # What is known before a type is chosen.
 
@@ -165,12 +186,14 @@ class Quantizer:
         """Where what a resumed run may use again lies: beside the result, or nowhere lasting where there is none."""
         if self.out is None:
             return Path(self._resources.enter_context(TemporaryDirectory(prefix="edgert-")))
-        folder, note = self.out.with_name(self.out.name + ".work"), "settings"
+        return self._work_folder.path
+
+    @cached_property
+    def _work_folder(self) -> WorkFolder:
+        assert self.out is not None
         made_for = f"{self.source.fingerprint} {self.settings.measured}"
-        if not (self.settings.resume and (folder / note).exists() and (folder / note).read_text() == made_for):
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            (folder / note).write_text(made_for)
+        folder = WorkFolder(self.out.with_name(self.out.name + ".work"), made_for, resume=self.settings.resume)
+        self._resources.callback(folder.close)
         return folder
 
     @cached_property
@@ -258,11 +281,11 @@ class Quantizer:
             return Sensitivity.load(settings.sensitivity).loss
         possible = {format.name for name in self.planner.open for format in self.planner.offered(name)}
         if self._guesses:
-            self._compile(possible, "plain")
+            self._compile((name, "plain") for name in possible)
             return Prior(self.source, settings.n_threads).loss
         path = self._work / "sensitivity.json"
         curvatures, held_out = self._training[1], self._held_out
-        self._compile(possible, "feedback" if self._feeds_back else "search")
+        self._compile((name, "feedback" if self._feeds_back else "search") for name in possible)
 
         def on_step(found: Sensitivity, done: int, of: int) -> None:
             found.save(path)  # so that a run that is killed goes on from here
@@ -283,10 +306,10 @@ class Quantizer:
         )
         return found.loss
 
-    def _compile(self, formats: Iterable[str], *ways: str) -> None:
-        """Has the kernels at hand that round to these formats."""
-        jobs = [(name, way) for name in sorted(set(formats)) if name in GRIDS for way in ways]
-        compile_ahead(jobs, self.settings.n_threads, partial(self._progress, "compiling"))
+    def _compile(self, jobs: Iterable[Job]) -> None:
+        """Has the kernels at hand that round to these formats in these ways."""
+        needed = sorted({job for job in jobs if job[0] in GRIDS})
+        compile_ahead(needed, self.settings.n_threads, partial(self._progress, "compiling"))
 
     # The file.
 
@@ -321,17 +344,26 @@ class Quantizer:
         sizes = {name: math.prod(shape) for name, shape in report.shapes.items()}
         total, pending = sum(sizes.values()), list(writer.pending)
         done = total - sum(sizes[name] for name in pending)
-        ways = ["plain"] if self.settings.fast else ["search"] if self.settings.gptq != "on" else []
-        self._compile((plan.types[name].name for name in pending), *ways, *(["feedback"] if self._feeds_back else []))
+        self._compile((plan.types[name].name, self._way(name)) for name in pending)
         for name in pending:
             self._progress("quantizing", name, done, total)
             tensor, format = self.source.tensors[name], plan.types[name]
             inputs = self._inputs(name) if format.name in GRIDS else Inputs()
-            report.methods[name], pieces = encoding.encode(tensor, format, inputs, self.settings.n_threads)
-            for piece in pieces:
-                writer.write(name, piece)
+            try:
+                report.methods[name], pieces = encoding.encode(tensor, format, inputs, self.settings.n_threads)
+                for piece in pieces:
+                    writer.write(name, piece)
+            except ModelFileError:
+                writer.discard()  # a damaged tensor stays damaged
+                raise
             done += sizes[name]
         self._progress("quantizing", "", total, total)
+
+    def _way(self, name: str) -> str:
+        """How a tensor is going to be rounded, one of kernels_ahead.WAYS."""
+        if self._statistics is None or self._statistics.importance(name) is None:
+            return "plain"
+        return "feedback" if self._feeds_back and name in self._training[1] else "search"
 
     def _inputs(self, name: str) -> Inputs:
         """What is known of what a matrix multiplies."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -136,13 +137,7 @@ class Report:
             rows.append(("rounding", ", ".join(f"{name} {count}" for name, count in counts.most_common())))
         if self.calibration:
             rows.append(("calibration", f"{self.calibration_tokens:,} tokens of {', '.join(self.calibration)}"))
-        rows += [
-            (
-                "fell back",
-                f"{row.tensor}: {row.asked} -> {row.used} ({row.reason}; {row.bits_added:+.2f} bits a weight)",
-            )
-            for row in self.fallbacks
-        ]
+        rows += fallback_lines(self.fallbacks)
         rows += [("left out", f"{name}: {reason}") for name, reason in self.skipped]
         rows += [("note", text) for text in self.notices]
         if self.predicted_kld is not None:
@@ -151,6 +146,34 @@ class Report:
         if self.seconds:
             rows.append(("took", f"{self.seconds:,.1f} s, {self.peak_memory / 1e6:,.0f} MB at most"))
         return rows
+
+
+def fallback_lines(fallbacks: Sequence[Fallback]) -> list[tuple[str, str]]:
+    """One line for those of a kind: for the same reason to the same type, in whatever layers."""
+    kinds: dict[tuple[str, str, str, str, float], list[str]] = {}
+    for row in fallbacks:
+        part = re.sub(r"^blk\.\d+\.", "blk.*.", row.tensor)
+        kinds.setdefault((part, row.asked, row.used, row.reason, row.bits_added), []).append(row.tensor)
+    return [
+        (
+            "fell back",
+            f"{tensors[0] if len(tensors) == 1 else f'{part} ({_numbers(tensors)})'}: {asked} -> {used} "
+            f"({reason}; {added:+.2f} bits a weight)",
+        )
+        for (part, asked, used, reason, added), tensors in kinds.items()
+    ]
+
+
+def _numbers(tensors: Sequence[str]) -> str:
+    """The layers of tensors, as `0-2, 5`."""
+    layers = sorted(int(name.split(".")[1]) for name in tensors)
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def quality_lines(domains: Mapping[str, Domain]) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from edgert.quantize.mixes import MIXES
 
 UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
 UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
+MEASURED_AS = 1  # changes whenever edgert measures in another way, so that nobody goes on with older measurements
 DEFAULT_BPW = 4.8  # what Q4_K_M takes of a model whose rows are multiples of 256
 CALIBRATION_TOKENS = 50_000
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
@@ -53,15 +54,21 @@ class Budget:
             return value
         if value is None:
             return cls(bpw=DEFAULT_BPW)
-        if isinstance(value, str) and (name := ALIASES.get(value.upper(), value.upper())) in MIXES:
-            return cls(mix=name)
         if isinstance(value, int | float) and not isinstance(value, bool):
             if not (math.isfinite(value) and 1 <= value <= 32):
                 raise RequestError("bpw", f"is {value}, and must be from 1 to 32 bits per weight")
             return cls(bpw=float(value))
-        if isinstance(value, str) and re.match(r"\s*\d", value):
+        if isinstance(value, str) and re.match(r"\s*-?\d", value):
             return cls(size=n_bytes(value))
-        raise RequestError("type", f"is {value!r}, and must be one of {', '.join(MIXES)}")
+        return cls.named(value)
+
+    @classmethod
+    def named(cls, name: object) -> Budget:
+        """One of llama.cpp's mixes, or one type for all. Raises: RequestError."""
+        found = ALIASES.get(str(name).upper(), str(name).upper())
+        if found not in MIXES:
+            raise RequestError("type", f"is {name!r}, and must be one of {', '.join(MIXES)}")
+        return cls(mix=found)
 
 
 @dataclass(frozen=True)
@@ -95,10 +102,20 @@ class Settings:
 
     @property
     def measured(self) -> str:
-        """What the measurements of a run depend on."""
-        return repr((self.calibration, self.calibration_tokens, self.imatrix, self.gptq, self.pins, self.seed))
+        """What the measurements of a run depend on; files as they are now."""
+        files = [_stamp(name) for name in (*self.calibration, *self.report_text, self.imatrix) if name is not None]
+        return repr((MEASURED_AS, files, self.calibration_tokens, self.gptq, self.pins, self.seed))
 
     @property
     def decisive(self) -> str:
         """What the bytes of the result depend on."""
-        return repr((self.measured, self.budget, self.sensitivity, self.split_max_size))
+        sensitivity = None if self.sensitivity is None else _stamp(self.sensitivity)
+        return repr((self.measured, self.budget, sensitivity, self.split_max_size))
+
+
+def _stamp(name: str | Path) -> tuple[str, int, int]:
+    """A name, and of a file its size and age."""
+    path = Path(name)
+    if not path.is_file():
+        return str(name), 0, 0
+    return str(name), path.stat().st_size, path.stat().st_mtime_ns

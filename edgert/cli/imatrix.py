@@ -27,8 +27,8 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     "texts",
     metavar="TEXT",
     multiple=True,
-    help='A text (UTF-8), chats (.jsonl, one {"messages": [...]} a line), or one of the built-in sets chat, code, '
-    "languages, prose; may be given again. Without it, all of the sets.",
+    help='A text (UTF-8), chats (.jsonl, one {"messages": [...]} a line), or one of the built-in sets articles, '
+    "chat, code, languages, prose; may be given again. Without it, all of the sets.",
 )
 @flag("-o", "--output-file", type=click.Path(dir_okay=False, path_type=Path), help="GGUF, or .dat.  [imatrix.gguf]")
 @flag("-c", "--ctx-size", type=click.IntRange(2), default=512, show_default=True, help="Tokens of a chunk.")

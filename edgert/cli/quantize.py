@@ -16,6 +16,7 @@ from edgert.cli.flags import flag, json_flag
 if TYPE_CHECKING:
     from edgert.quantize.progress import OnProgress
     from edgert.quantize.report import Report
+    from edgert.quantize.settings import Budget
 
 HELP = {
     "bpw": "Bits per weight over all tensors.  [4.8]",
@@ -79,7 +80,7 @@ def command(source: str, output: Path | None, as_json: bool, **flags: Any) -> No
     given = [name for name, value in budgets.items() if value is not None]
     if len(given) > 1:
         raise click.UsageError("--bpw, --size and --type each say how large the result may be: give one of them.")
-    budget = budgets[given[0]] if given else None
+    budget = budget_of(**budgets)
     try:
         with progress() as on_progress:
             report = quantizer.quantize(
@@ -90,6 +91,15 @@ def command(source: str, output: Path | None, as_json: bool, **flags: Any) -> No
             click.echo("Stopped. The same command with --resume goes on from here.", err=True)
         raise
     click.echo(json.dumps(report.as_dict(), indent=1) if as_json else as_text(report))
+
+
+def budget_of(bpw: float | None, size: str | None, type_name: str | None) -> Budget | float | None:
+    """The one that is given. Raises: RequestError that names its flag."""
+    from edgert.quantize.settings import Budget, n_bytes
+
+    if size is not None:
+        return Budget(size=n_bytes(size))
+    return bpw if type_name is None else Budget.named(type_name)
 
 
 def source_path(source: str) -> Path:

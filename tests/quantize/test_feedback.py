@@ -82,6 +82,17 @@ def test_output_error_falls_on_inputs_not_seen(name: str) -> None:
     assert errors[2] < 0.95 * errors[1]
 
 
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_1", "Q4_K", "Q6_K", "IQ4_NL"])
+@pytest.mark.parametrize("n_cols", [256, 768])
+def test_without_feeding_it_is_rounding_by_importance(name: str, n_cols: int) -> None:
+    values, hessian, _ = problem(n_cols)
+    curvature = Curvature.of(hessian)
+    alone = decoded(name, feedback.quantize(values, name, curvature, feeds=False)) - values
+    other = decoded(name, rounding.quantize(values, name, curvature.importance)) - values
+    a, b = (float((curvature.importance * difference**2).sum()) for difference in (alone, other))
+    assert a == pytest.approx(b, rel=0.01)
+
+
 @pytest.mark.parametrize("name", ["Q4_0", "IQ4_NL", "Q5_K", "Q6_K"])
 def test_a_sweep_leaves_no_code_that_a_single_change_would_better(name: str) -> None:
     values, hessian, _ = problem(256, rows=8)

@@ -213,3 +213,105 @@ def test_resuming_measures_nothing_again(
     monkeypatch.setattr(calibration, "hessian_passes", passes)
     assert cli.run([*command_line, "-t", "1", "--resume"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf", "text.txt"]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one sentence of a run that is refused."""
+    assert cli.run(["quantize", *map(str, arguments), "-t", "1"]) == 1
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("edgert: ")]
+    assert len(said) == 1
+    return said[0]
+
+
+def test_a_name_that_cannot_be_written_is_refused_before_the_work(
+    tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    from edgert.quantize.quantizer import Quantizer
+
+    monkeypatch.setattr(Quantizer, "_engine", None)  # whoever measures fails
+    source = tiny_model("llama", quant=Type.BF16)
+    (tmp_path / "folder").mkdir()
+    assert "a folder or device has that name" in refusal(capsys, source, "-o", tmp_path / "folder")
+    assert "does not exist" in refusal(capsys, source, "-o", tmp_path / "none" / "out.gguf")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert "may only be read" in refusal(capsys, source, "-o", tmp_path / "out.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_what_is_not_edgerts_is_never_deleted(
+    tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    source, work = tiny_model("llama", quant=Type.BF16), tmp_path / "out.gguf.work"
+    work.mkdir()
+    (work / "precious").write_text("mine")
+    assert "holds other things" in refusal(capsys, source, "-o", tmp_path / "out.gguf")
+    assert (work / "precious").read_text() == "mine"
+    (work / "precious").rename(tmp_path / "precious")
+    work.rmdir()
+    work.symlink_to(tmp_path)
+    assert "must be a folder" in refusal(capsys, source, "-o", tmp_path / "out.gguf")
+    work.unlink()
+    work.write_text("a file")
+    assert "must be a folder" in refusal(capsys, source, "-o", tmp_path / "out.gguf")
+    assert work.read_text() == "a file" and (tmp_path / "precious").exists()
+
+
+def test_two_runs_do_not_share_what_they_measure(
+    tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    from edgert.quantize.work_folder import WorkFolder
+
+    source = tiny_model("llama", quant=Type.BF16)
+    first = WorkFolder(tmp_path / "out.gguf.work", "another run", resume=False)
+    (first.path / "measured").write_text("much")
+    assert "by another process" in refusal(capsys, source, "-o", tmp_path / "out.gguf")
+    assert (first.path / "measured").read_text() == "much"
+    first.close()
+    assert (WorkFolder(first.path, "another run", resume=True).path / "measured").exists()
+    assert not (WorkFolder(tmp_path / "out.gguf.work", "yet another", resume=True).path / "measured").exists()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_weights_that_are_no_numbers_leave_nothing(
+    tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: float
+):
+    with GGUFFile.open(tiny_model("llama", quant=Type.BF16)) as file:
+        values = file.tensors["blk.1.ffn_up.weight"].dequantize()
+    values[3, 5] = bad
+    source = tiny_model("llama", quant=Type.BF16, weights={"blk.1.ffn_up.weight": values})
+    for flags in (("--fast", "--type", "q8_0"), ("--bpw", "6")):
+        assert "blk.1.ffn_up.weight" in refusal(capsys, source, "-o", tmp_path / "out.gguf", *flags)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_text_that_is_not_there_leaves_nothing(
+    tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    source, out = tiny_model("llama", quant=Type.BF16), tmp_path / "out.gguf"
+    assert "none.txt cannot be read" in refusal(capsys, source, "-o", out, "--calibration", "none.txt")
+    assert "none.txt cannot be read" in refusal(
+        capsys, source, "-o", out, "--fast", "--type", "q8_0", "--report-text", "none.txt"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--size", "-3MB"), ("--size", ""), ("--size", "q4_0"), ("--type", "12"), ("--bpw", "nan")]
+)
+def test_a_budget_that_is_none_is_told_by_its_flag(
+    tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, value: str
+):
+    said = refusal(capsys, tiny_model("llama", quant=Type.BF16), "-o", tmp_path / "out.gguf", flag, value)
+    assert said.startswith(f"edgert: {flag[2:]}: is ")
+
+
+def test_fall_backs_of_a_kind_share_a_line():
+    from edgert.quantize.report import Fallback, fallback_lines
+
+    reason = "rows of 96 are no blocks of 256"
+    names = ["token_embd.weight", *(f"blk.{i}.attn_q.weight" for i in (0, 1, 2, 7)), "blk.4.attn_k.weight"]
+    lines = fallback_lines([Fallback(name, "Q4_K", "Q5_0", reason, 1.0) for name in names])
+    assert [text.split(":")[0] for _, text in lines] == [
+        "token_embd.weight", "blk.*.attn_q.weight (0-2, 7)", "blk.4.attn_k.weight",
+    ]  # fmt: skip
+    assert all(f"Q4_K -> Q5_0 ({reason}; +1.00 bits a weight)" in text for _, text in lines)
