@@ -87,6 +87,8 @@ class Writer:
                 self._done = self._survivors() if resume else 0
                 self._prepare()
         except BaseException:
+            if not self._done:
+                self._journal.remove()  # there is nothing to go on with
             self.close()
             raise
 
@@ -219,13 +221,7 @@ class Writer:
                 for path in here:
                     path.unlink(missing_ok=True)
             present = sum(path.stat().st_size for path in here if path.exists())
-            needed = sum(part.n_bytes for part in self._parts) - present
-            free = shutil.disk_usage(self.path.parent).free
-            if needed > free:
-                raise DoesNotFitError(
-                    f"{self.path} needs {_size(needed)} more and its disk has {_size(free)} free: "
-                    "make room, choose another place or a smaller size."
-                )
+            check_room(self.path, sum(part.n_bytes for part in self._parts) - present)
             for part in self._parts:
                 with open(_temporary(part), "r+b" if _temporary(part).exists() else "w+b", buffering=0) as file:
                     file.write(part.header)
@@ -316,6 +312,16 @@ def check_target(path: Path, paths: Sequence[Path] = ()) -> None:
     for file in (path, *paths):
         if file.exists() and not file.is_file():
             raise ModelFileError(f"{file} cannot be written: a folder or device has that name.")
+
+
+def check_room(path: Path, needed: int) -> None:
+    """Refuses what the disk has no room for, in bytes. Raises: DoesNotFitError."""
+    free = shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise DoesNotFitError(
+            f"{path} needs {_size(needed)} more and its disk has {_size(free)} free: "
+            "make room, choose another place or a smaller size."
+        )
 
 
 @contextlib.contextmanager

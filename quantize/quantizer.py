@@ -28,7 +28,7 @@ from edgert.quantize.feedback import TIED_DAMPING
 from edgert.quantize.gguf_layout import TensorPlan
 from edgert.quantize.gguf_layout import plan as layout
 from edgert.quantize.gguf_value import Value
-from edgert.quantize.gguf_writer import Writer, check_target
+from edgert.quantize.gguf_writer import Writer, check_room, check_target
 from edgert.quantize.imatrix import read_imatrix, write_imatrix
 from edgert.quantize.kernels_ahead import Job, compile_ahead
 from edgert.quantize.planning import Loss, Plan, Planner
@@ -262,7 +262,10 @@ class Quantizer:
         settings = self.settings
         if settings.budget.mix is not None:
             return self.planner.mixed(settings.budget.mix, calibrated=not settings.fast)
-        self.planner.room(settings.budget, self._n_header(self.source.metadata))  # refuses before all measuring
+        # What is too little is refused before all measuring: the budget, and the disk.
+        room = self.planner.room(settings.budget, self._n_header(self.source.metadata))
+        if self.out is not None and not settings.resume:
+            check_room(Path(os.path.realpath(self.out)), room)
         plan = self.planner.allocated(self.planner.room(settings.budget, self._n_header(self._metadata)), self._loss())
         return replace(plan, predicted_loss=None) if self._guesses else plan
 

@@ -196,8 +196,8 @@ def test_resuming_measures_nothing_again(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    def passes(engine: object, chunks: object, names: set[str], *_: object) -> list[object]:
-        assert not names
+    def passes(engine: object, chunks: object, names: set[str], max_bytes: int, statistics: object, *_: object) -> Any:
+        assert not names and statistics is None
         return []
 
     text, out = tmp_path / "text.txt", tmp_path / "out.gguf"
@@ -208,8 +208,8 @@ def test_resuming_measures_nothing_again(
     monkeypatch.setattr(encoding, "encode", stop)
     assert cli.run([*command_line, "-t", "1"]) == 130
     monkeypatch.undo()
-    for module, name in ((calibration, "calibrate"), (sensitivity, "measure")):
-        monkeypatch.setattr(module, name, stop)
+    for name in ("Baseline", "errors_of"):
+        monkeypatch.setattr(sensitivity, name, stop)
     monkeypatch.setattr(calibration, "hessian_passes", passes)
     assert cli.run([*command_line, "-t", "1", "--resume"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf", "text.txt"]
