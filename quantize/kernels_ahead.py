@@ -33,20 +33,21 @@ def compile_ahead(
     children: list[_Child] = []
     try:
         children += [_Child() for _ in range(max(1, min(n_processes, n_jobs)))]
-        with ThreadPoolExecutor(len(children)) as pool:
-            running = {pool.submit(child.compile, waiting.pop(0)): child for child in children}
-            tell(left[0][0], 0, n_jobs)
-            while running:
-                for done in wait(running, return_when=FIRST_COMPLETED).done:
-                    child = running.pop(done)
-                    if waiting and done.result():
-                        running[pool.submit(child.compile, waiting.pop(0))] = child
-                    tell(waiting[0][0] if waiting else left[-1][0], n_jobs - len(waiting) - len(running), n_jobs)
+        pool = ThreadPoolExecutor(len(children))
+        running = {pool.submit(child.compile, waiting.pop(0)): child for child in children}
+        tell(left[0][0], 0, n_jobs)
+        while running:
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                child = running.pop(done)
+                if waiting and done.result():
+                    running[pool.submit(child.compile, waiting.pop(0))] = child
+                tell(waiting[0][0] if waiting else left[-1][0], n_jobs - len(waiting) - len(running), n_jobs)
     except OSError:  # no processes can be started here
         return
     finally:
-        for child in children:
+        for child in children:  # whose ends end the threads that wait for them
             child.close()
+    pool.shutdown()
     tell("", n_jobs, n_jobs)
 
 

@@ -381,7 +381,8 @@ def table(found: Sensitivity, formats: Sequence[str] | None = None) -> tuple[lis
 
     Returns the formats, and rows of group, tensors and kld (by format, None where a row does not divide).
     """
-    names = list(formats or dict.fromkeys(f for every in found.errors.values() for f in every))
+    measured = {f for every in found.errors.values() for f in every}
+    names = list(formats or sorted(measured, key=lambda name: (FORMATS[name].bits_per_weight, name)))
     rows = []
     for one in found.probes:
         kld: dict[str, float | None] = {}

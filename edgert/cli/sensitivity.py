@@ -143,7 +143,7 @@ def measured(
 
 
 def as_text(formats: list[str], rows: list[dict[str, Any]], n_tokens: int) -> str:
-    """The table, and bars of the first type."""
+    """The table, and bars of each group's type of the fewest bits."""
     width = max(len("group"), *(len(row["group"]) for row in rows))
     lines = [
         f"KL divergence of the output (nats a token, {n_tokens:,} tokens) when a group alone has a type:",
@@ -153,11 +153,12 @@ def as_text(formats: list[str], rows: list[dict[str, Any]], n_tokens: int) -> st
     for row in rows:
         cells = (row["kld"][name] for name in formats)
         lines.append(f"{row['group']:<{width}}" + "".join(f"{_number(value):>10}" for value in cells))
-    shown = formats[0]
-    values = {row["group"]: row["kld"][shown] or 0.0 for row in rows}
+    values = {
+        row["group"]: next((row["kld"][name] for name in formats if row["kld"][name] is not None), 0.0) for row in rows
+    }
     longest = max(values.values(), default=0.0) or 1.0
     # On a scale of roots: bars of single layers would vanish beside an embedding's.
-    lines += ["", f"{shown}, lengths as square roots:"]
+    lines += ["", "In the first type of each, lengths as square roots:"]
     for group, value in values.items():
         lines.append(f"{group:<{width}} {'█' * math.ceil(BAR * math.sqrt(value / longest)):<{BAR}} {_number(value)}")
     return "\n".join(lines)
@@ -181,7 +182,10 @@ def _matplotlib() -> Any:
 def draw(formats: list[str], rows: list[dict[str, Any]], path: Path) -> None:
     """A picture of the table: groups down, types across, logarithmic colours."""
     pyplot = _matplotlib()
-    values = [[math.log10(max(row["kld"][name] or 0.0, 1e-9)) for name in formats] for row in rows]
+    values = [
+        [math.nan if row["kld"][name] is None else math.log10(max(row["kld"][name], 1e-9)) for name in formats]
+        for row in rows
+    ]
     figure, axes = pyplot.subplots(figsize=(2 + 0.6 * len(formats), 1.5 + 0.2 * len(rows)))
     image = axes.imshow(values, aspect="auto", cmap="viridis")
     axes.set_xticks(range(len(formats)), formats, rotation=45)
