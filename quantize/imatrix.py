@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,30 @@ def write_imatrix(path: str | Path, statistics: Statistics) -> None:
     with Writer(path, metadata, plans) as writer:
         for name, values in tensors.items():
             writer.write(name, values.view(np.uint8))
+
+
+def check_of(statistics: Statistics, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """What a user should know before these statistics weigh the matrices of a model, given by their shapes.
+
+    Gives experts of the older form a row each. Raises: ModelFileError when they are of another model.
+    """
+    for name, shape in shapes.items():
+        found = statistics.sums.get(name)
+        if found is not None and len(shape) == 3 and found.shape == (1, shape[0] * shape[2]):
+            found = statistics.sums[name] = found.reshape(shape[0], shape[2])
+            statistics.counts[name] = np.repeat(statistics.counts[name], shape[0])
+        if found is not None and found.shape[1] != shape[-1]:
+            raise ModelFileError(
+                f"{path} is of another model: its {name} has {found.shape[1]} columns, and here it has {shape[-1]}."
+            )
+    lacking = [name for name in shapes if statistics.importance(name) is None]
+    if len(lacking) == len(shapes) > 0:
+        raise ModelFileError(f"{path} is of another model: it has none of this one's matrices, such as {lacking[0]}.")
+    if "output.weight" in shapes and "token_embd.weight" in lacking:
+        lacking.remove("token_embd.weight")  # rows are looked up in it: nothing is multiplied
+    if not lacking:
+        return []
+    return [f"{path} does not have {lacking[0]}" + (f" and {len(lacking) - 1} others" if len(lacking) > 1 else "")]
 
 
 def _read_gguf(path: Path) -> Statistics:

@@ -105,10 +105,11 @@ class Planner:
             min(padded_bytes(name, self.shapes[name], format) for format in self.offered(name)) for name in self.open
         )
         if least > n_bytes:
+            pinned = " or pin fewer tensors" if len(self.open) < len(self.shapes) else ""
             raise DoesNotFitError(
                 f"{self._source.path} cannot be made so small: in the smallest types its matrices take {least:,} "
-                f"bytes, and the budget leaves them {max(n_bytes, 0):,}. Give {least - n_bytes:,} bytes more, or name "
-                "a mix of smaller types (--type)."
+                f"bytes, and the budget leaves them {max(n_bytes, 0):,}. Give {least - n_bytes:,} bytes more{pinned}, "
+                "or name a mix of smaller types (--type)."
             )
         return n_bytes
 

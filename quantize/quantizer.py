@@ -29,7 +29,7 @@ from edgert.quantize.gguf_layout import TensorPlan
 from edgert.quantize.gguf_layout import plan as layout
 from edgert.quantize.gguf_value import Value
 from edgert.quantize.gguf_writer import Writer, check_room, check_target
-from edgert.quantize.imatrix import read_imatrix, write_imatrix
+from edgert.quantize.imatrix import check_of, read_imatrix, write_imatrix
 from edgert.quantize.kernels_ahead import Job, compile_ahead
 from edgert.quantize.planning import Loss, Plan, Planner
 from edgert.quantize.prior import Prior
@@ -103,7 +103,7 @@ def quantize(
         pins=pins,
         resume=resume,
         seed=seed,
-        n_threads=n_threads or os.cpu_count() or 1,
+        n_threads=n_threads or _n_processors(),
         max_memory=n_bytes(max_memory, "max_memory"),
         split_max_size=None if split_max_size is None else n_bytes(split_max_size, "split_max_size"),
         report=bool(names or report_text) if report is None else report,
@@ -120,6 +120,7 @@ class Quantizer:
     def __init__(self, source: Source, out: Path | None, settings: Settings, progress: OnProgress) -> None:
         self.source, self.out, self.settings, self._progress = source, out, settings, progress
         self.planner = Planner(source, settings.pins)
+        self.notices: list[str] = []
         self._started = time.monotonic()
         self._resources = ExitStack()
 
@@ -219,7 +220,9 @@ class Quantizer:
     def _statistics(self) -> Statistics | None:
         """The importance of columns: from a file, or by letting the model read."""
         if self.settings.imatrix is not None:
-            return read_imatrix(self.settings.imatrix)
+            statistics = read_imatrix(self.settings.imatrix)
+            self.notices += check_of(statistics, self.settings.imatrix, self.planner.shapes)
+            return statistics
         if not self.settings.calibration:
             return None
         return self._training[0]
@@ -281,7 +284,10 @@ class Quantizer:
         """How much each tensor's type costs: measured, or by experience."""
         settings = self.settings
         if settings.sensitivity is not None:
-            return Sensitivity.load(settings.sensitivity).loss
+            measured = Sensitivity.load(settings.sensitivity)
+            if measured.fingerprint != self.source.fingerprint:
+                self.notices.append(f"{settings.sensitivity} was measured on another copy or version of the source")
+            return measured.loss
         possible = {format.name for name in self.planner.open for format in self.planner.offered(name)}
         if self._guesses:
             self._compile((name, "plain") for name in possible)
@@ -401,7 +407,7 @@ class Quantizer:
             shapes=self._shapes,
             fallbacks=list(plan.fallbacks),
             skipped=list(source.skipped),
-            notices=list(source.notices),
+            notices=[*source.notices, *dict.fromkeys(self.notices)],
             calibration=tuple(statistics.datasets) if statistics else (),
             calibration_tokens=statistics.n_chunks * statistics.chunk_size if statistics else 0,
             predicted_kld=plan.predicted_loss,
@@ -428,6 +434,11 @@ def _value(fact: bool | int | float | str) -> Value:
     if isinstance(fact, int):
         return Value.u32(fact)
     return Value.f32(fact) if isinstance(fact, float) else Value.string(fact)
+
+
+def _n_processors() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _peak_memory() -> int:

@@ -112,6 +112,8 @@ def source_path(source: str) -> Path:
 
 def _python_names(flags: dict[str, Any]) -> dict[str, Any]:
     """The flags as `quantizer.quantize` calls them."""
+    from edgert.devices.probe import default_threads
+
     pins = {}
     for given in flags.pop("tensor_types"):
         pattern, equals, name = given.rpartition("=")
@@ -125,7 +127,7 @@ def _python_names(flags: dict[str, Any]) -> dict[str, Any]:
     return flags | {
         "tensor_types": pins,
         "calibration": () if fast else calibration or None,
-        "n_threads": flags.pop("threads") or None,
+        "n_threads": flags.pop("threads") or default_threads(),
     }
 
 

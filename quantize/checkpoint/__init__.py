@@ -27,6 +27,8 @@ def open_checkpoint(folder: Path) -> Source:
         entries, files = open_weights(folder, stack)
         mapping = Mapping(folder, family, entries)
         notices = mapping.notices
+        beside = sorted({path.name for path in folder.glob("*.safetensors")} - {path.name for path in files})
+        skipped = [*mapping.skipped, *((name, "a file that the checkpoint does not consist of") for name in beside)]
         sizes = read_sizes(config, family, mapping.n_vocab)
         own_keys, rope = architecture_keys(config, family, sizes, notices)
         mapping.settle_head(config)
@@ -40,7 +42,7 @@ def open_checkpoint(folder: Path) -> Source:
             metadata,
             tensors,
             files=[folder / "config.json", *files],
-            skipped=mapping.skipped,
+            skipped=skipped,
             notices=notices,
             close=stack.pop_all(),
         )

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from edgert.errors import EdgertError, ModelFileError
 from edgert.quantize.calibration import Statistics, calibrate
 from edgert.quantize.engine import open_engine
-from edgert.quantize.imatrix import read_imatrix, write_imatrix
+from edgert.quantize.imatrix import check_of, read_imatrix, write_imatrix
 
 
 def made_up() -> Statistics:
@@ -257,3 +257,19 @@ def test_llama_cpp_takes_ours(tiny_model: Callable[..., Path], tmp_path: Path) -
     assert any(not np.array_equal(without[name], results[0][name]) for name in without)
     for name in without:
         np.testing.assert_array_equal(results[0][name], results[1][name])
+
+
+def test_an_imatrix_of_another_model_is_refused() -> None:
+    shapes = {"token_embd.weight": (384, 32), "output.weight": (384, 32), "a": (8, 32), "e": (3, 8, 32)}
+    ones, ten = np.ones((1, 32)), np.array([10])
+    whole = Statistics(
+        {"output.weight": ones, "a": ones, "e": np.ones((1, 96))}, dict.fromkeys(("output.weight", "a", "e"), ten)
+    )
+    assert check_of(whole, Path("i.dat"), shapes) == []
+    assert whole.importance("e").shape == (3, 32)  # the older form has experts in one row
+    whole.sums.pop("a")
+    assert check_of(whole, Path("i.dat"), shapes) == ["i.dat does not have a"]
+    with pytest.raises(ModelFileError, match=r"another model: its output\.weight has 32 columns, and here it has 64"):
+        check_of(whole, Path("i.dat"), {"output.weight": (384, 64)})
+    with pytest.raises(ModelFileError, match="of this one's matrices, such as b"):
+        check_of(whole, Path("i.dat"), {"b": (8, 32)})

@@ -94,6 +94,12 @@ def test_an_orphan_shard_is_named(copy: Callable[[str], Path]) -> None:
     assert "model-00009-of-00009.safetensors is in no entry" in refusal(folder)
 
 
+def test_other_files_beside_the_shards_are_told(copy: Callable[[str], Path]) -> None:
+    folder = copy("sharded")
+    library.save_file({"x": np.ones(1, np.float32)}, folder / "adapter.safetensors")
+    assert [name for name, _ in opened(folder).skipped] == ["adapter.safetensors"]
+
+
 def test_orphan_tensors_are_named(copy: Callable[[str], Path]) -> None:
     folder = copy("sharded")
     index = folder / "model.safetensors.index.json"
