@@ -27,8 +27,6 @@ def open_checkpoint(folder: Path) -> Source:
         entries, files = open_weights(folder, stack)
         mapping = Mapping(folder, family, entries)
         notices = mapping.notices
-        beside = sorted({path.name for path in folder.glob("*.safetensors")} - {path.name for path in files})
-        skipped = [*mapping.skipped, *((name, "a file that the checkpoint does not consist of") for name in beside)]
         sizes = read_sizes(config, family, mapping.n_vocab)
         own_keys, rope = architecture_keys(config, family, sizes, notices)
         mapping.settle_head(config)
@@ -37,12 +35,13 @@ def open_checkpoint(folder: Path) -> Source:
         metadata = general_keys(folder, config, family, n_parameters)
         metadata |= own_keys
         metadata |= vocabulary_keys(folder, config.values, sizes.n_vocab, notices)
+        beside = sorted({path.name for path in folder.glob("*.safetensors")} - {path.name for path in files})
         return Source(
             folder,
             metadata,
             tensors,
             files=[folder / "config.json", *files],
-            skipped=skipped,
+            skipped=[*mapping.skipped, *((name, "is beside the checkpoint and no part of it") for name in beside)],
             notices=notices,
             close=stack.pop_all(),
         )
