@@ -86,7 +86,7 @@ def test_names(engine: Any, gemma: Any, tmp_path: Path) -> None:
 def test_models_without_a_template_take_no_chats(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     none = {"tokenizer.ggml.tokens": [f"t{i}" for i in range(384)]}
     with open_engine(tiny_model("llama", metadata=none), n_threads=1) as engine:
-        assert [text.name for text in default_texts(engine)] == ["code", "languages", "prose"]
+        assert [text.name for text in default_texts(engine)] == ["articles", "code", "languages", "prose"]
         (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
         with pytest.raises(EdgertError, match=r"a\.jsonl: line 1: .* no chat template"):
             read_text(engine, tmp_path / "a.jsonl")
