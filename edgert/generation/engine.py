@@ -17,7 +17,7 @@ from edgert.backends.base import Backend, Batch
 from edgert.errors import ContextFullError, DoesNotFitError, EdgertError, QueueFullError, RequestError
 from edgert.generation.limits import Limits
 from edgert.generation.metrics import Counters, Snapshot
-from edgert.generation.schedule import Pace, Queue, shared_out
+from edgert.generation.schedule import Pace, Queue, shared_out, wide_part
 from edgert.generation.slots import Slots
 from edgert.generation.task import Generation, Item, Reading, Task
 
@@ -49,12 +49,12 @@ class Engine:
         self.n_parallel = min(limits.n_parallel or backend.n_seq_max, backend.n_seq_max, backend.n_batch)
         self._slots = Slots(backend, limits)
         self._queue = Queue(limits.n_queue)
-        self._pace = Pace(backend.n_batch, limits.stall)
+        self._pace = Pace(backend.n_batch, backend.n_window, limits.stall, limits.comfort)
         self._counters = Counters()
         self._cancellations: deque[Task] = deque()
         self._reply = float(REPLY)  # tokens of a reply, of late
         self._next_look = 0.0  # when it is time to see whether a user gets nothing
-        self._n_replies = self._n_prompt = 0  # rows of the present step
+        self._n_replies = self._n_single = self._n_wide = self._depth = 0  # of the present step, as Pace counts
         self._outbox: deque[tuple[Task, Item]] = deque()
         self._running: list[Task] = []
         self._changed = threading.Condition()
@@ -270,7 +270,7 @@ class Engine:
                 raise
             guessed, (logits, row) = None, (self._forward(parts), 0)
         ended = perf_counter()
-        self._pace.learn(self._n_replies, self._n_prompt, ended - began)
+        self._pace.learn(self._n_replies, self._n_single, self._n_wide, self._depth, ended - began)
         self._counters.step(guessed or parts, began, ended)
         for task, count, rows in guessed or parts:
             task.slot.n_cached += count
@@ -431,13 +431,17 @@ class Engine:
     def _plan(self) -> list[tuple[Task, int, int]]:
         """The tasks of this step, how many tokens each evaluates, and how many rows of logits it gets."""
         parts = [(task, 1, 1) for task in self._running if task.slot.pending == 1]
-        self._n_replies, self._n_prompt = len(parts), 0
+        self._n_replies, self._n_single, self._n_wide = len(parts), 0, 0
         if len(parts) < len(self._running):
             prompts = [task for task in self._running if task.slot.pending > 1]
-            budget = self._pace.allows(len(parts))
-            for task, count in shared_out(prompts, budget, self.backend.n_window, self._counters.n_steps):
+            window, turn = self.backend.n_window, self._counters.n_steps
+            self._depth = max(task.slot.n_cached for task in prompts)
+            budget, singles = self._pace.allows(len(parts), self._depth)
+            for task, count in shared_out(prompts, budget, singles, window, turn):
+                wide = wide_part(task.slot.n_cached, count, window)
+                self._n_wide += wide
+                self._n_single += count - wide
                 parts.append((task, count, count if task.want_all else int(count == task.slot.pending)))
-                self._n_prompt += count
         return parts
 
     def _forward(self, parts: Sequence[tuple[Task, int, int]]) -> NDArray[np.float32]:

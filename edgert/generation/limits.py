@@ -18,7 +18,8 @@ class Limits:
     n_parallel:    requests computed at once; None: as many as the backend has sequences
     n_queue:       requests that may wait besides; None: any number
     window:        seconds in which an idle engine gathers requests before the first step
-    stall:         while a prompt is read, replies that run wait at most so many times their usual time for a token
+    stall, comfort:  while a prompt is read, replies that run wait for a token at most so many times as long as usual,
+                   or so many seconds, if that is longer: nobody reads faster
     patience:      seconds after which a user of whom nothing runs takes a place from one who has several
     prefix_cache:  whose cached beginnings a prompt may use: "shared": anybody's; "user": those of the same user, so
                    that nobody learns from his times what others asked; "off": none
@@ -32,6 +33,7 @@ class Limits:
     n_queue: int | None = None
     window: float = 0.0
     stall: float = 3.0
+    comfort: float = 0.04
     patience: float = 1.0
     prefix_cache: str = "shared"
     prefix_quota: int | None = None
@@ -41,7 +43,12 @@ class Limits:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, integer(name, value, low, 2**31 - 1))
-        for name, least, most in (("window", 0.0, 10.0), ("stall", 1.0, 1e6), ("patience", 0.0, 1e9)):
+        for name, least, most in (
+            ("window", 0.0, 10.0),
+            ("stall", 1.0, 1e6),
+            ("comfort", 0.0, 10.0),
+            ("patience", 0.0, 1e9),
+        ):
             object.__setattr__(self, name, real(name, getattr(self, name), least, most))
         if self.prefix_cache not in PREFIX_CACHES:
             raise RequestError("prefix_cache", f"is one of {', '.join(PREFIX_CACHES)}, not {self.prefix_cache!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
 AGE = 30.0  # seconds of waiting that are worth a step of priority
 DECODE_WEIGHT = 4  # a token of a reply costs about as much as so many of a prompt
 REMEMBERED_USERS = 4096  # whose consumption is known although nothing of them is here
-SIZES = (4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)  # tokens of a prompt that a step may read
+FIRST = 8  # tokens of a prompt that a step reads beside replies as long as nothing is known
+DEARER = 3.0  # a token outside whole windows, as long as nothing is known
 LONGEST = 0.5  # seconds of a step in which nobody waits for a token, since a cancellation waits for its end
 MARGIN = 0.8  # of the time that a step may take, because times scatter
 
@@ -165,86 +165,123 @@ class Queue:
         return float(min(600, max(1, math.ceil(self._interval * self._n))))
 
 
+class Line:
+    """y = a + b x, of the latest points; neither a nor b is negative."""
+
+    def __init__(self, memory: float = 0.95) -> None:
+        self._memory = memory
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._slope = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether there was any point."""
+        return self._n > 0
+
+    def add(self, x: float, y: float) -> None:
+        """Takes in a point; one that lies far above what was expected counts little."""
+        if self.known:
+            y = min(y, 3 * self(x) + 1e-9)
+        m = self._memory
+        self._n, self._x, self._y = m * self._n + 1, m * self._x + x, m * self._y + y
+        self._xx, self._xy = m * self._xx + x * x, m * self._xy + x * y
+        spread = self._xx - self._x * self._x / self._n
+        if spread > 100.0 * self._n:  # else the slope stays what it was
+            self._slope = max(0.0, (self._xy - self._x * self._y / self._n) / spread)
+
+    def __call__(self, x: float) -> float:
+        mean_x, mean_y = self._x / self._n, self._y / self._n
+        slope = min(self._slope, mean_y / mean_x) if mean_x else self._slope
+        return max(1e-9, mean_y + slope * (x - mean_x))
+
+
 class Pace:
     """How many tokens of prompts a step may read, from what steps have taken.
 
-    most:     the time that a step beside replies may take, as a multiple of what it takes without a prompt
-    n_batch:  tokens of a step at most
+    Replies that run may wait up to `stall` times as long as without a prompt, or `comfort`, if that is longer. Tokens
+    that fill a window of the backend are computed for a fraction of what single ones take, and as they are alone: so
+    they are read by whole windows, unless one takes far more than that time.
+
+    n_batch, window:  tokens of a step at most, and positions that the backend computes best together
+    stall, comfort:   a multiple of the usual time, and seconds
     """
 
-    def __init__(self, n_batch: int, most: float) -> None:
-        self._sizes = [size for size in SIZES if size < n_batch] + [n_batch]
-        self._n_batch, self._most = n_batch, most
+    def __init__(self, n_batch: int, window: int, stall: float, comfort: float) -> None:
+        self._n_batch, self._window = n_batch, window
+        self._stall, self._comfort = stall, comfort
         self._usual: dict[int, float] = {}  # replies in a step without a prompt -> seconds
-        self._extra: dict[int, float] = {}  # tokens of a prompt -> seconds more
+        self._single, self._wide = Line(), Line()  # positions before it -> seconds of a token, alone or in a window
 
     def usual(self, n_replies: int) -> float:
         """Seconds of a step of so many replies and no prompt; 0: not known."""
         known = self._usual
-        if n_replies in known or not known:
+        if n_replies in known or not known or not n_replies:
             return known.get(n_replies, 0.0)
         return known[min(known, key=lambda n: (abs(n - n_replies), n))]
 
-    def allows(self, n_replies: int) -> int:
-        """Tokens of prompts that a step of so many replies may read besides them."""
-        room = self._n_batch - n_replies
+    def allows(self, n_replies: int, depth: int) -> tuple[int, int]:
+        """Tokens of prompts that a step of so many replies may read, and how many of them outside whole windows.
+
+        depth:  positions before them
+        """
+        room, window = self._n_batch - n_replies, self._window
         usual = self.usual(n_replies)
-        if n_replies and not usual:
-            return min(room, self._sizes[0])
-        if not n_replies and not self._extra:
-            return room
-        seconds = (MARGIN * self._most - 1) * usual if n_replies else LONGEST
-        best = self._sizes[0]
-        for size in self._sizes[1:]:
-            if self.seconds(size) > seconds:
-                break
-            best = size
-        return min(room, best)
+        seconds = max((MARGIN * self._stall - 1) * usual, self._comfort) if n_replies else LONGEST
+        wide = self._wide(depth) if self._wide.known else None
+        single = self._single(depth) if self._single.known else wide and DEARER * wide
+        if single is None and not n_replies:
+            return room, room
+        singles = min(room, max(1, int(seconds / single)) if single else FIRST)
+        if window == 1 or room < window:
+            return singles, singles
+        if wide is None:  # never tried
+            return window, singles
+        longest = max(seconds, (6 if single and single > 2 * wide else 2) * self._comfort)
+        if wide * window > longest:
+            return singles, singles
+        return min(room // window, max(1, int(seconds / (wide * window)))) * window, singles
 
-    def seconds(self, n_tokens: int) -> float:
-        """Seconds that so many tokens of a prompt add to a step, straight between the sizes that are known."""
-        known = sorted(self._extra)
-        if not known:
-            return 0.0 if n_tokens <= self._sizes[min(1, len(self._sizes) - 1)] else math.inf
-        i = bisect_left(known, n_tokens)
-        if i == len(known):  # twice the largest known is tried, at its rate
-            size = known[-1]
-            return self._extra[size] * n_tokens / size
-        right = known[i]
-        left = known[i - 1] if i else 0
-        low = self._extra[left] if i else 0.0
-        return low + (self._extra[right] - low) * (n_tokens - left) / (right - left)
-
-    def learn(self, n_replies: int, n_prompt: int, seconds: float) -> None:
-        """Takes in a step's time; a single one that was held up counts little."""
-        if not n_prompt:
-            table, key, value = self._usual, n_replies, seconds
+    def learn(self, n_replies: int, n_single: int, n_wide: int, depth: int, seconds: float) -> None:
+        """Takes in a step's time: its replies, and of its prompts' tokens those in whole windows and the others."""
+        usual = self.usual(n_replies)
+        if not (n_single or n_wide):
+            self._usual[n_replies] = usual + 0.05 * (min(seconds, 3 * usual) - usual) if usual else seconds
+            return
+        extra = max(seconds - usual, 0.05 * seconds)
+        if not n_wide:
+            self._single.add(depth, extra / n_single)
+        elif not self._single.known:
+            self._wide.add(depth, extra / (n_wide + DEARER * n_single))
         else:
-            key = min(self._sizes, key=lambda size: abs(size - n_prompt))
-            table = self._extra
-            value = max(seconds - self.usual(n_replies), 0.05 * seconds) * key / n_prompt
-        old = table.get(key)
-        if old is None:
-            table[key] = value
-        else:
-            table[key] = old + (0.05 if not n_prompt else 0.2) * (min(value, 3 * old) - old)
+            self._wide.add(depth, max(extra - n_single * self._single(depth), 0.2 * extra) / n_wide)
 
 
-def shared_out(tasks: Sequence[Task], budget: int, window: int = 1, turn: int = 0) -> list[tuple[Task, int]]:
+def wide_part(start: int, count: int, window: int) -> int:
+    """How many of `count` positions from `start` on lie in whole windows."""
+    if window == 1:
+        return 0
+    return max(0, (start + count) // window - -(-start // window)) * window
+
+
+def shared_out(
+    tasks: Sequence[Task], budget: int, singles: int | None = None, window: int = 1, turn: int = 0
+) -> list[tuple[Task, int]]:
     """How many tokens of each prompt a step reads: users get equal parts, of one user the first comes first.
 
-    window:  positions that the backend computes best together; a part ends with one where it can
-    turn:    counts steps, so that another user is first in each where there is not enough for all
+    singles:  how many of the budget may be outside whole windows; None: all
+    window:   positions that the backend computes best together; a part ends with one where it can
+    turn:     counts steps, so that another user is first in each where there is not enough for all
     """
     if not tasks or budget <= 0:
         return []
+    singles = budget if singles is None else singles
     queues: dict[str, list[Task]] = {}
     for task in tasks:
         queues.setdefault(task.user, []).append(task)
     counts: dict[int, int] = {}
     users = list(queues.values())
     turn %= len(users)
-    users = users[turn:] + users[:turn]
+    users = order = users[turn:] + users[:turn]
     while users and budget > 0:
         part = max(budget // len(users), min(budget, window))
         still = []
@@ -260,14 +297,20 @@ def shared_out(tasks: Sequence[Task], budget: int, window: int = 1, turn: int = 
             if any(task.slot.pending > counts.get(id(task), 0) for task in queue):
                 still.append(queue)
         users = still
-    parts = []
-    for task in tasks:
-        count = counts.get(id(task), 0)
-        if count and count < task.slot.pending:
-            end = task.slot.n_cached + count
-            whole = end - end % window
-            if whole > task.slot.n_cached:
-                count = whole - task.slot.n_cached
-        if count:
-            parts.append((task, count))
+    parts: list[tuple[Task, int]] = []
+    for queue in order:
+        for task in queue:
+            count, start = counts.get(id(task), 0), task.slot.n_cached
+            if count and count < task.slot.pending:
+                whole = (start + count) // window * window - start
+                count = whole if whole > 0 else count
+            wide = wide_part(start, count, window)
+            if count - wide > singles:  # no more than allowed, and first what comes first
+                before = -start % window
+                count = before + wide if wide and before <= singles else min(count, singles)
+            singles -= count - wide_part(start, count, window)
+            if count > 0:
+                parts.append((task, count))
+    if not parts:
+        parts.append((tasks[0], 1))
     return parts
