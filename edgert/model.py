@@ -17,7 +17,7 @@ from edgert.backends.base import Backend, Verdict
 from edgert.constraint import Constrainer, Constraint, Grammar
 from edgert.errors import BackendUnavailableError, EdgertError, RequestError
 from edgert.generation import Engine, Generation, Limits, Reading, Scoring, Snapshot
-from edgert.generation.limits import PARALLEL
+from edgert.generation.limits import PARALLEL, STALL
 from edgert.options import Options, Params, SamplingParams, function, integer, named, string
 from edgert.reply import Progress, Reply
 from edgert.sampler import Sampler
@@ -63,6 +63,7 @@ def load(
     prefix_cache: str = "shared",
     prefix_quota: int | None = None,
     window: float = 0.0,
+    stall: float = STALL,
     progress: Callable[[int, int], None] | None = None,
     **backend_options: Any,
 ) -> Model:
@@ -94,6 +95,7 @@ def load(
                       "off": none
     prefix_quota:     cached tokens that a user keeps whatever others do; None: a quarter of the cache
     window:           seconds in which an idle engine gathers requests before it begins
+    stall:            while a prompt is read, replies that run wait at most so many times their usual time for a token
     progress:         called with (done, all) while kernels are compiled, which happens once on a machine
     backend_options:  passed on to the backend; "n_cached": positions that all requests and the beginnings kept of
                       earlier ones may have together, without it those of one context
@@ -128,6 +130,7 @@ def load(
         n_parallel=PARALLEL if n_parallel is None else n_parallel,
         n_queue=n_queue,
         window=window,
+        stall=stall,
         prefix_cache=prefix_cache,
         prefix_quota=prefix_quota,
     )

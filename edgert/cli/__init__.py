@@ -18,6 +18,7 @@ VERBS = {
     "chat": "Talk with a model in this terminal.",
     "run": "Answer one prompt and stop.",
     "serve": "Serve models to other programs (OpenAI's API).",
+    "top": "Watch a server.",
     "pull": "Fetch a model.",
     "ls": "List the models on this machine.",
     "show": "Show what a model is and what it costs.",

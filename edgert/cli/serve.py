@@ -18,7 +18,13 @@ from edgert.cli.loading import arguments_of
 @click.command()
 @model_flags
 @flag("-a", "--alias", multiple=True, help="Another name of the model; may be given several times.")
-@flag("--config", type=click.Path(exists=True, dir_okay=False), help="A TOML file with models and settings.")
+@flag(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False),
+    is_eager=True,
+    callback=lambda ctx, _, path: _configured(ctx, path),
+    help="A TOML file: flags by their long names, and a table [models.NAME] for each model.",
+)
 @flag("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @flag("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port; 0: a free one.")
 @flag("--api-key", multiple=True, metavar="KEY", help="A key that requests must bring; may be given several times.")
@@ -30,6 +36,8 @@ from edgert.cli.loading import arguments_of
 @flag("--queue", type=click.IntRange(0, 100_000), default=256, show_default=True, help="Requests that may wait.")
 @flag("--cache-tokens", type=click.IntRange(0), help="Tokens cached in all.  [4 contexts, if they fit]")
 @flag("--prefix-cache", help="Whose cached beginnings a prompt may use: shared, user, off.  [shared]")
+@flag("--window", type=click.FloatRange(0, 10), help="Seconds in which an idle engine gathers requests.  [0]")
+@flag("--stall", type=click.FloatRange(1), help="How much longer running answers may wait beside a prompt.  [3 times]")
 @flag("--timeout", type=click.FloatRange(0), default=0, help="Seconds that an answer may take; 0: any.  [0]")
 @flag("--queue-timeout", type=click.FloatRange(0), default=0, help="Seconds that a request may wait; 0: any.  [0]")
 @flag("--max-body", type=click.IntRange(1024), default=16 << 20, help="Most bytes of a request.  [16 MiB]")
@@ -54,21 +62,34 @@ def command(**flags: Any) -> None:
     flags.pop("metrics"), flags.pop("config")
     aliases, keep_alive = flags.pop("alias"), registry.duration(flags.pop("keep_alive"))
     parallel, queue, most = flags.pop("parallel"), flags.pop("queue"), flags.pop("models_max")
-    kept = {} if (whose := flags.pop("prefix_cache")) is None else {"prefix_cache": whose}
+    kept = {name: flags.pop(name) for name in ("prefix_cache", "window", "stall")}
+    kept = {name: value for name, value in kept.items() if value is not None}
     load = running.loader(parallel, flags.pop("cache_tokens"), **kept)
-    name = flags["model"] or store.DEFAULT
-    path, arguments = arguments_of(flags)
-    spec = registry.Spec(
-        path.stem if Path(name).suffix == ".gguf" else name,
-        path,
-        arguments | {"sampling": sampling},
-        aliases,
-        keep_alive,
-    )
+    specs = click.get_current_context().obj or []
+    if flags["model"] or not specs:
+        name = flags["model"] or store.DEFAULT
+        path, arguments = arguments_of(flags)
+        name = path.stem if Path(name).suffix == ".gguf" else name
+        specs = [registry.Spec(name, path, arguments | {"sampling": sampling}, aliases, keep_alive), *specs]
     service = running.service_of(
-        [spec], load, Settings(**doors, max_tokens=limit), parallel=parallel, queue=queue, models_max=most
+        specs, load, Settings(**doors, max_tokens=limit), parallel=parallel, queue=queue, models_max=most
     )
     asyncio.run(running.Runner(service, host, port, lambda url: click.echo(f"listening on {url}", err=True)).run())
+
+
+def _configured(ctx: click.Context, path: str | None) -> str | None:
+    """Takes a configuration's flags as defaults, and leaves its models in the context."""
+    if path:
+        from edgert.server import config
+
+        given, models = config.read(path)
+        known = {parameter.name for parameter in ctx.command.params}
+        given = {{"open": "is_open"}.get(name, name): value for name, value in given.items()}
+        if unknown := next((name for name in given if name not in known), None):
+            raise click.UsageError(f"--config: {path}: {unknown.replace('_', '-')} is no flag of this command.")
+        ctx.default_map = given
+        ctx.obj = config.specs(models, path)
+    return path
 
 
 def settings_of(flags: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from edgert.errors import RequestError
 from edgert.options import integer, real
 
 PREFIX_CACHES = ("shared", "user", "off")
+STALL = 3.0
 PARALLEL = 4  # requests computed at once, unless told otherwise
 
 
@@ -32,7 +33,7 @@ class Limits:
     n_parallel: int | None = None
     n_queue: int | None = None
     window: float = 0.0
-    stall: float = 3.0
+    stall: float = STALL
     comfort: float = 0.04
     patience: float = 1.0
     prefix_cache: str = "shared"

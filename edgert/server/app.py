@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edgert.server import embeddings, ollama, openai, texts
+from edgert.server import embeddings, ollama, openai, openapi, pages, texts
 from edgert.server.errors import ApiError
 from edgert.server.guard import Guard
 from edgert.server.service import Service, of
@@ -57,13 +57,18 @@ def routes() -> list[Route]:
         _post("/embeddings", embeddings.embeddings),
         _get("/v1/models", openai.models),
         _get("/models", openai.models),
+        _post("/v1/models/{name}/reload", openai.reload),
         _get("/v1/models/{name:path}", openai.one_model),
         _get("/health", health),
         _get("/v1/health", health),
         _post("/tokenize", texts.tokenize),
         _post("/detokenize", texts.detokenize),
         _post("/apply-template", texts.apply_template),
+        _get("/", pages.page),
+        _get("/page/{name}", pages.page),
+        _get("/favicon.ico", pages.icon),
         _get("/metrics", metrics),
+        _get("/openapi.json", openapi.openapi),
         _post("/api/chat", ollama.chat),
         _post("/api/generate", ollama.generate),
         _post("/api/embed", ollama.embeddings),

@@ -85,6 +85,7 @@ class _State:
 
         loaded = {place.spec.name: place.loaded for place in self._models.places.values() if place.loaded}
         yield gauge("start_time_seconds", "When the server began.", self._began)
+        yield gauge("uptime_seconds", "For how long it has run.", time.time() - self._began)
         yield gauge("answers_inside", "Answers in work and waiting.", self._admission.inside)
         yield gauge("answers_waiting", "Answers beyond those that the engine works on.", self._admission.waiting)
         yield gauge("answers_parallel", "Answers that the engine works on at once.", self._admission.parallel)

@@ -11,6 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from edgert.errors import EdgertError
 from edgert.reply import Progress
 from edgert.server import service as services
 from edgert.server.answers import Answers, compiled, timings
@@ -117,6 +118,18 @@ async def models(request: Request) -> Response:
 async def one_model(request: Request) -> Response:
     """GET /v1/models/NAME."""
     return answer(_model(services.of(request).registry.find(request.path_params["name"])))
+
+
+async def reload(request: Request) -> Response:
+    """POST /v1/models/NAME/reload: reads its file again and takes the new one if it passes a self-check."""
+    registry = services.of(request).registry
+    place = registry.find(request.path_params["name"])
+    try:
+        await registry.swap(place.spec.name)
+    except (EdgertError, OSError) as error:
+        kept = "the one in memory stays" if place.loaded else "there is none in memory"
+        raise ApiError(409, f"The new file was not taken, {kept}: {error}", code="reload_failed") from error
+    return answer(_model(place))
 
 
 def _model(place: Any) -> dict[str, Any]:

@@ -109,7 +109,8 @@ def serving(
         wait_for(lambda: listening or failed)
         assert not failed, failed
         server = Server(service, "127.0.0.1", int(listening[0].rpartition(":")[2]))
-        wait_for(lambda: service.registry.default.loaded or failed)
+        wait_for(lambda: service.registry.default.loaded or failed, 120)  # kernels may have to be compiled
+        assert not failed, failed
         yield server
     finally:
         runner.stop()

@@ -1,0 +1,65 @@
+"""The file after --config: what flags say, and models by name."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edgert.errors import EdgertError
+from edgert.server.registry import Spec, duration
+
+# Key of a model's table -> argument of `edgert.load`.
+ARGUMENTS = {
+    "ctx-size": "n_ctx",
+    "threads": "n_threads",
+    "backend": "backend",
+    "device": "device",
+    "n-gpu-layers": "n_gpu_layers",
+    "cache-type-k": "cache_type_k",
+    "cache-type-v": "cache_type_v",
+    "chat-template": "chat_template",
+    "model-draft": "draft",
+    "spec-type": "spec",
+    "spec-max": "spec_max",
+    "cache-tokens": "n_cached",
+    "prefix-cache": "prefix_cache",
+    "prefix-quota": "prefix_quota",
+    "parallel": "n_parallel",
+    "sampling": "sampling",
+}
+OTHERS = ("model", "aliases", "keep-alive")
+
+
+def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The flags that the file sets, by their names with underscores, and the tables of its models.
+
+    Raises: EdgertError for a file that is no TOML.
+    """
+    try:
+        content = tomllib.loads(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise EdgertError(f"{path} cannot be read: {error}.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise EdgertError(f"{path} is not TOML: {error}.") from error
+    models = content.pop("models", {})
+    if not isinstance(models, dict) or not all(isinstance(table, dict) for table in models.values()):
+        raise EdgertError(f"{path}: models must be tables such as [models.NAME].")
+    return {name.replace("-", "_"): value for name, value in content.items()}, models
+
+
+def specs(models: Mapping[str, Mapping[str, Any]], where: str) -> list[Spec]:
+    """The models of a file, in its order. Raises: EdgertError naming the key that is not known."""
+    found = []
+    for name, table in models.items():
+        if unknown := next((key for key in table if key not in ARGUMENTS and key not in OTHERS), None):
+            raise EdgertError(f"{where}: models.{name}.{unknown} is not known; known are {', '.join(_KNOWN)}.")
+        options = {ARGUMENTS[key]: value for key, value in table.items() if key in ARGUMENTS}
+        keep_alive = duration(table.get("keep-alive", -1))
+        aliases = tuple(map(str, table.get("aliases", ())))
+        found.append(Spec(name, table.get("model", name), options, aliases, keep_alive))
+    return found
+
+
+_KNOWN = (*OTHERS, *ARGUMENTS)

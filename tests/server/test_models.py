@@ -1,0 +1,283 @@
+"""Several models: loaded on demand, put away, exchanged while they answer, rolled back; configuration; edgert top."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from fake import fake_model, hashed, says
+from harness import Server, serving, serving_model, wait_for
+
+from edgert import cli
+from edgert.cli import top
+from edgert.cli.serve import command as serve_command
+from edgert.errors import DoesNotFitError, EdgertError, ModelFileError, RequestError
+from edgert.model import Model
+from edgert.options import SamplingParams
+from edgert.server import config
+from edgert.server.registry import FOREVER, Spec, duration
+
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "Hi"}]
+
+
+class Shelf:
+    """Loads fake models by their source, and remembers."""
+
+    def __init__(self) -> None:
+        self.loads: list[str] = []
+        self.models: list[Model] = []
+        self.most = 99
+        self.broken: dict[str, Any] = {}
+
+    def __call__(self, source: str | Path, **options: Any) -> Model:
+        self.loads.append(str(source))
+        if len([m for m in self.models if not m.backend.closed]) >= self.most:  # type: ignore[attr-defined]
+            raise DoesNotFitError("There is no memory.")
+        if isinstance(problem := self.broken.get(str(source)), Exception):
+            raise problem
+        rule = problem or says(f"I am {source}")
+        model = fake_model(rule, SamplingParams(temperature=0), n_ctx=512, delay=options.get("delay", 0))
+        self.models.append(model)
+        return model
+
+
+@pytest.fixture
+def shelf() -> Shelf:
+    return Shelf()
+
+
+def names(server: Server) -> list[str]:
+    return [name for name, place in server.service.registry.places.items() if place.loaded]
+
+
+def text(server: Server, model: str | None = None, **fields: Any) -> str:
+    reply = server.ok("/v1/completions", prompt="x\n", model=model, **fields)
+    found: str = reply["choices"][0]["text"]
+    return found
+
+
+def test_models_are_loaded_when_asked_for(shelf: Shelf) -> None:
+    with serving([Spec(name, name) for name in "abc"], shelf) as server:
+        assert names(server) == ["a"]
+        assert text(server, "c") == "I am c"
+        assert text(server) == "I am a"
+        assert names(server) == ["a", "c"]
+        assert shelf.loads == ["a", "c"]
+        states = {model["id"]: model["meta"]["state"] for model in server.get("/v1/models")[1]["data"]}
+        assert states == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+    assert all(model.backend.closed for model in shelf.models)  # type: ignore[attr-defined]
+
+
+def test_at_once_asked_for_it_is_loaded_once(shelf: Shelf) -> None:
+    with serving([Spec("a", "a"), Spec("b", "b")], shelf) as server:
+        threads = [threading.Thread(target=text, args=(server, "b")) for _ in range(8)]
+        [thread.start() for thread in threads]  # type: ignore[func-returns-value]
+        [thread.join() for thread in threads]  # type: ignore[func-returns-value]
+        assert shelf.loads == ["a", "b"]
+
+
+@pytest.mark.parametrize("by", ["count", "memory"])
+def test_the_longest_idle_one_makes_room(shelf: Shelf, by: str) -> None:
+    shelf.most = 2 if by == "memory" else 99
+    with serving([Spec(name, name) for name in "abc"], shelf, models_max=2 if by == "count" else 0) as server:
+        text(server, "b")
+        text(server, "a")
+        text(server, "c")
+        assert names(server) == ["a", "c"]
+        assert text(server, "b") == "I am b"
+        assert names(server) == ["b", "c"]
+
+
+def test_a_model_in_use_stays(shelf: Shelf) -> None:
+    slow = [Spec("a", "a", {"delay": 0.02}), Spec("b", "b")]
+    with serving(slow, shelf, models_max=1) as server:
+        thread = threading.Thread(target=text, args=(server, "a"), kwargs={"max_tokens": 60, "ignore_eos": True})
+        thread.start()
+        wait_for(lambda: server.service.admission.inside)
+        error = server.fails("/v1/completions", 503, prompt="x\n", model="b")
+        assert "in use" in error["message"]
+        thread.join()
+        assert text(server, "b") == "I am b"
+
+
+def test_an_idle_model_is_put_away(shelf: Shelf) -> None:
+    with serving([Spec("a", "a"), Spec("b", "b", keep_alive=0.1)], shelf) as server:
+        text(server, "b")
+        wait_for(lambda: names(server) == ["a"], 5)
+        text(server, "b", keep_alive=-1)
+        time.sleep(1.3)
+        assert names(server) == ["a", "b"]
+        text(server, "b", keep_alive=0)
+        wait_for(lambda: names(server) == ["a"], 5)
+
+
+def test_a_model_that_cannot_be_loaded(shelf: Shelf) -> None:
+    shelf.broken["b"] = ModelFileError("b is damaged.")
+    with serving([Spec("a", "a"), Spec("b", "b")], shelf) as server:
+        assert server.fails(CHAT, 500, messages=HI, model="b")["message"] == "b is damaged."
+        assert text(server, "a") == "I am a"
+        del shelf.broken["b"]
+        assert text(server, "b") == "I am b"
+
+
+def test_the_first_model_must_load(shelf: Shelf) -> None:
+    shelf.broken["a"] = ModelFileError("a is damaged.")
+    with pytest.raises(AssertionError, match="damaged"), serving([Spec("a", "a")], shelf):
+        pass
+
+
+def test_a_file_is_exchanged_under_load(shelf: Shelf) -> None:
+    with serving([Spec("a", "a", {"delay": 0.002})], shelf) as server:
+        texts: list[str] = []
+        stop = threading.Event()
+
+        def ask() -> None:
+            while not stop.is_set():
+                texts.append(text(server, "a"))
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        [thread.start() for thread in threads]  # type: ignore[func-returns-value]
+        wait_for(lambda: len(texts) > 8)
+        shelf.broken["a"] = says("I am new")
+        assert server.ok("/v1/models/a/reload")["id"] == "a"
+        before = len(texts)
+        wait_for(lambda: len(texts) > before + 8)
+        stop.set()
+        [thread.join() for thread in threads]  # type: ignore[func-returns-value]
+        assert set(texts) == {"I am a", "I am new"}
+        assert texts[-1] == "I am new"
+        wait_for(lambda: shelf.models[0].backend.closed)  # type: ignore[attr-defined]
+        assert not shelf.models[1].backend.closed  # type: ignore[attr-defined]
+
+
+def nan(tokens: list[int]) -> int:
+    raise EdgertError("Its output is not finite.")
+
+
+def restless(_: list[int], state: list[int] = [0]) -> int:  # noqa: B006
+    state[0] += 1
+    return ord("a") + state[0] % 26
+
+
+@pytest.mark.parametrize(
+    "problem", [ModelFileError("It is cut short."), nan, restless], ids=["file", "output", "moody"]
+)
+def test_a_bad_exchange_is_rolled_back(shelf: Shelf, problem: Any) -> None:
+    with serving([Spec("a", "a")], shelf) as server:
+        shelf.broken["a"] = problem
+        status, answer = server.post("/v1/models/a/reload", {})
+        assert status == 409
+        assert "the one in memory stays" in answer["error"]["message"]
+        assert text(server, "a") == "I am a"
+        assert not shelf.models[0].backend.closed  # type: ignore[attr-defined]
+        assert all(model.backend.closed for model in shelf.models[1:])  # type: ignore[attr-defined]
+        assert server.get("/health")[0] == 200
+
+
+def test_reloading_what_is_not_there(server: Server) -> None:
+    assert server.post("/v1/models/gone/reload", {})[0] == 404
+
+
+@pytest.mark.parametrize(
+    "given, seconds",
+    [(5, 5), ("5m", 300), ("1h30m", 5400), ("250ms", 0.25), (-1, FOREVER), ("-1", FOREVER), ("-5m", FOREVER), ("0", 0)],
+)
+def test_durations(given: Any, seconds: float) -> None:
+    assert duration(given) == seconds
+
+
+@pytest.mark.parametrize("given", ["", "soon", "5 m", "5mm", None, True, "m5"])
+def test_no_durations(given: Any) -> None:
+    with pytest.raises(RequestError):
+        duration(given)
+
+
+# Configuration
+
+
+def test_a_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "edgert.toml"
+    path.write_text(
+        'host = "127.0.0.1"\nport = 0\nqueue = 7\n'
+        '[models.small]\nmodel = "smollm2"\naliases = ["s"]\nkeep-alive = "5m"\n'
+        "ctx-size = 512\nsampling = {temperature = 0.0}\n[models.gemma3]\n"
+    )
+    flags, models = config.read(path)
+    assert flags == {"host": "127.0.0.1", "port": 0, "queue": 7}
+    small, gemma = config.specs(models, "edgert.toml")
+    assert (small.name, small.source, small.aliases, small.keep_alive) == ("small", "smollm2", ("s",), 300)
+    assert small.options == {"n_ctx": 512, "sampling": {"temperature": 0.0}}
+    assert (gemma.name, gemma.source, gemma.options, gemma.keep_alive) == ("gemma3", "gemma3", {}, FOREVER)
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("x = ", "not TOML"),
+        ("colour = 1", "colour is no flag"),
+        ("[models.a]\ncolour = 1", "models.a.colour"),
+        ("models = 5", "must be tables"),
+        ('[models.a]\nkeep-alive = "soon"', "keep_alive"),
+    ],
+)
+def test_configurations_that_are_refused(tmp_path: Path, content: str, said: str) -> None:
+    path = tmp_path / "edgert.toml"
+    path.write_text(content)
+    result = CliRunner().invoke(serve_command, ["--config", str(path)])
+    assert result.exit_code != 0
+    assert said in result.output or said in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--host", "0.0.0.0"], "--api-key"),
+        (["--host", "192.168.1.5"], "--api-key"),
+        (["--port", "70000"], "--port"),
+        (["-np", "0"], "--parallel"),
+    ],
+)
+def test_flags_that_are_refused(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(serve_command, arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+# edgert top
+
+
+def test_top_by_its_command() -> None:
+    with serving_model(fake_model(hashed, n_ctx=512)) as server:
+        for _ in range(3):
+            server.events(CHAT, messages=HI, max_tokens=20)
+        result = CliRunner().invoke(cli.group, ["top", server.url, "--once", "--json"])
+        assert result.exit_code == 0, result.output
+        table = json.loads(result.output)
+        assert table["models"] == ["fake"]
+        assert table["inside"] == 0
+        assert table["first_token_p50_ms"] > 0
+        assert table["between_p50_ms"] <= table["between_p99_ms"]
+        assert 0 < table["cache_hits"] < 1
+        assert table["memory_bytes"] > 1e7
+        shown = CliRunner().invoke(cli.group, ["top", server.url, "--once"])
+        assert "first token" in shown.output
+        assert "fake" in shown.output
+
+
+def test_top_without_a_server() -> None:
+    assert cli.run(["top", "127.0.0.1:1", "--once"]) == 1
+
+
+def test_percentiles() -> None:
+    buckets = [("0.1", 10.0), ("0.2", 30.0), ("+Inf", 40.0)]
+    found = {"x_bucket": [({"le": edge}, count) for edge, count in buckets]}
+    assert top.percentile(found, None, "x", 0.5) == pytest.approx(0.15)
+    assert top.percentile(found, None, "x", 0.99) == pytest.approx(0.2)
+    assert top.percentile(found, found, "x", 0.5) is None
+    assert top.percentile({}, None, "x", 0.5) is None
