@@ -4,6 +4,10 @@
 class EdgertError(Exception):
     """Base of every error that edgert raises on purpose: one sentence, what, where, what to do."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Without it an error of several arguments cannot come back from a process of a pool, which waits forever.
+        return _rebuilt, (type(self), self.args), self.__dict__
+
 
 class ModelFileError(EdgertError):
     """A model file is damaged, incomplete, or not a model file at all."""
@@ -62,3 +66,7 @@ class QueueTimeoutError(EdgertError):
 
 class SessionError(EdgertError):
     """A saved session is damaged, or belongs to another model or another kind of cache."""
+
+
+def _rebuilt(kind: type[EdgertError], arguments: tuple[object, ...]) -> EdgertError:
+    return kind.__new__(kind, *arguments)

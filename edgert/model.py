@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -234,6 +234,9 @@ class Model:
     ) -> None:
         self.close()
 
+    def __reduce__(self) -> Never:
+        raise TypeError("A model cannot be copied or pickled: load it in each process, and share it among threads.")
+
     @overload
     def chat(
         self,
@@ -414,7 +417,11 @@ class Model:
         ids = self._checked("prompt", self.tokenize(prompt) if isinstance(prompt, str) else prompt)
         task = Scoring(ids, self.backend.n_vocab)
         self._engine.submit(task)
-        result = task.output.get()
+        try:
+            result = task.output.get()
+        except BaseException:  # Ctrl+C
+            task.cancelled = True
+            raise
         if isinstance(result, BaseException):
             raise result
         assert isinstance(result, np.ndarray)
@@ -465,7 +472,7 @@ class Model:
         constraint = self.compile(options.grammar) if options.grammar else None
         task = Generation(self._ids(prompt), options, sampler, self.tokenizer.stream_decoder(), end_ids, constraint)
         self._engine.submit(task)
-        return Stream(task, on_progress)
+        return Stream(task, on_progress, self)
 
     def _ids(self, prompt: str | Sequence[int]) -> NDArray[np.int32]:
         """int32 (n,): the ids, checked. An empty text is the begin token, where the vocabulary has one."""

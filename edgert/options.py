@@ -18,10 +18,13 @@ def real(name: str, value: object, low: float, high: float, *, above: bool = Fal
     """The value as a finite float in [low, high], or in (low, high] if `above`. Raises: RequestError."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise RequestError(name, f"must be a number, not {type(value).__name__}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = -math.inf if value < 0 else math.inf
     if not (low < number if above else low <= number) or not number <= high or not math.isfinite(number):
         bounds = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
-        raise RequestError(name, f"must be a number {bounds}, not {number:g}")
+        raise RequestError(name, f"must be a number {bounds}, not {value if math.isfinite(number) else number}")
     return number
 
 

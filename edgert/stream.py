@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 from queue import Empty
 from types import TracebackType
-from typing import Self
+from typing import Never, Self
 
 from edgert.generation import Generation
 from edgert.reply import Chunk, Progress, Reply
@@ -23,12 +23,16 @@ class Stream:
     comes. Leaving the loop early and dropping or closing the stream ends the request as well.
     """
 
-    def __init__(self, task: Generation, on_progress: Callable[[Progress], object] | None = None) -> None:
+    def __init__(
+        self, task: Generation, on_progress: Callable[[Progress], object] | None = None, owner: object = None
+    ) -> None:
         self._task = task
         self._on_progress = on_progress
+        self._owner = owner  # a model that nobody else holds must not close while its reply is read
         self._chunks: list[Chunk] = []
         self._ended = False
-        self._event: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._event = asyncio.Event()
 
     @property
     def seed(self) -> int:
@@ -79,37 +83,44 @@ class Stream:
 
     def _take(self, item: object) -> Chunk | None:
         """What the loop's user gets of an item of the queue."""
-        if isinstance(item, BaseException):
-            self._ended = True
-            raise item
         if isinstance(item, Chunk):
-            self._ended = item.finish_reason is not None
+            self._ended = self._ended or item.finish_reason is not None
             self._chunks.append(item)
-            return item
+        self._ended = self._ended or isinstance(item, BaseException)
+        if self._ended:
+            self._owner = None
+            self._task.output.put(None)  # wakes the next thread that reads this stream too
+        if isinstance(item, BaseException):
+            raise item
         if isinstance(item, Progress) and self._on_progress:
             self._on_progress(item)
-        return None
+        return item if isinstance(item, Chunk) else None
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Chunk:
-        while not self._ended:
-            try:
-                item = self._task.output.get(timeout=_PATIENCE)
-            except Empty:
-                continue
-            if chunk := self._take(item):
-                return chunk
+        try:
+            while not self._ended:
+                try:
+                    item = self._task.output.get(timeout=_PATIENCE)
+                except Empty:
+                    continue
+                if chunk := self._take(item):
+                    return chunk
+        except BaseException:  # Ctrl+C, or an error of `on_progress`: nobody waits any more
+            self.cancel()
+            raise
         raise StopIteration
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Chunk:
-        if self._event is None:
-            self._event = asyncio.Event()
-            self._task.wake = partial(_set, asyncio.get_running_loop(), self._event)
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._event = loop, asyncio.Event()
+            self._task.wake = partial(_set, loop, self._event)
         while not self._ended:
             self._event.clear()
             try:
@@ -143,6 +154,9 @@ class Stream:
 
     def __del__(self) -> None:
         self.cancel()
+
+    def __reduce__(self) -> Never:
+        raise TypeError("A stream cannot be copied or pickled: pass on its reply.")
 
 
 def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

@@ -196,6 +196,17 @@ def test_several_lines_between_quotes(screen: Screen) -> None:
     screen.leave()
 
 
+def test_a_message_may_begin_with_a_slash(screen: Screen) -> None:
+    """Between quotes anything is a message; a pasted path that is not is kept in the history, and told how."""
+    screen.ask('"""/etc/hosts is what?"""', "you said '/etc/hosts is what?'")
+    screen.ask('"""/bye"""', "you said '/bye'")
+    screen.type("\x1b[200~/usr/bin/x\rfailed\x1b[201~\r")
+    screen.expect('There is no command /usr/bin/x: /? shows those there are. Put a message between """ and """.')
+    screen.expect(HINT)
+    screen.ask(f'{UP}"""{UP}\x01"""', "you said '/usr/bin/x\\nfailed'")
+    screen.leave()
+
+
 def test_an_answer_that_was_stopped(screen: Screen) -> None:
     """Case C 40: the model refuses turns that do not alternate, and never has to."""
     screen.type("count\r")
@@ -315,7 +326,9 @@ def test_commands(screen: Screen, tmp_path: Path) -> None:
     screen.ask("/set parameter num_ctx 9", "start the chat with -c")
     screen.ask("/set", "/set takes")
     screen.ask("params", '{"temperature": 0.25, "stop": "END"}')
-    screen.ask("/show parameters", "temperature         0.25")
+    shown = screen.ask("/show parameters", "stop                ['END']")
+    assert "temperature         0.25" in shown and "seed                -1" in shown
+    assert "max_tokens          -1" in shown
     screen.ask("/set system Be short.", "The system message is set.")
     screen.ask("/show system", "Be short.")
     screen.ask(f"/read {notes}", "my notes.txt: 19 characters, 19 tokens")
@@ -329,7 +342,7 @@ def test_commands(screen: Screen, tmp_path: Path) -> None:
     screen.ask("/clear", "begins anew")
     screen.ask("/undo", "nothing to take back")
     screen.ask("/regen", "no answer to give anew")
-    screen.ask("/load none", "No conversation 'none' is saved; there are talk")
+    screen.ask("/load none", "No conversation 'none' is saved; those that are: talk.")
     screen.ask("/load talk", "Loaded 2 exchanges.")
     screen.ask("/save ../out", "Write /save NAME")
     screen.ask("/show", "engine   cpu on a fake")

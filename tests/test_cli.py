@@ -382,6 +382,27 @@ def test_a_reader_that_left(environment: dict[str, str]) -> None:
         assert time.monotonic() - start < 5
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell's redirections")
+@pytest.mark.parametrize(
+    ("arguments", "code", "out"),
+    [
+        ("run -p hello <&-", 0, "you said 'hello'\n"),
+        ("run <&-", 2, ""),
+        ("chat <&-", 2, ""),
+        ("run -p hello >&-", 0, ""),
+        ("ls >&-", 0, ""),
+        ("run -p hello 2>&-", 0, "you said 'hello'\n"),
+        ("show nothing 2>&-", 1, ""),
+        ("run -p hello <&- >&- 2>&-", 0, ""),
+    ],
+)
+def test_closed_standard_streams(environment: dict[str, str], arguments: str, code: int, out: str) -> None:
+    command = ["sh", "-c", f"exec {sys.executable} {FAKE} {arguments}"]
+    done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, env=environment, timeout=60)
+    assert (done.returncode, done.stdout.decode()) == (code, out)
+    assert b"an error of its own" not in done.stderr and b"Traceback" not in done.stderr
+
+
 # Text ---
 
 

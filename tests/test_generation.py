@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import itertools
+import os
+import pickle
 import random
+import signal
 import threading
 import time
 from typing import Any
@@ -338,6 +342,121 @@ def test_closing_the_model_ends_what_runs() -> None:
     assert fake(model).closed
 
 
+def test_a_reply_that_is_read_keeps_its_model_open() -> None:
+    chunks = list(fake_model(n_ctx=64, delay=0.001).generate("\n", True, max_tokens=9))
+    assert sum(len(chunk.tokens) for chunk in chunks) == 9
+    model = fake_model()
+    backend, stream = fake(model), model.generate("a", True, max_tokens=3)
+    del model
+    gc.collect()
+    assert len(stream.reply().tokens) == 3
+    gc.collect()  # the stream is still here, and has let go of its model
+    assert backend.closed
+
+
+def test_all_threads_that_read_a_stream_come_to_its_end() -> None:
+    with fake_model(delay=0.001) as model:
+        stream, n_read = model.generate("a", True, max_tokens=20), []
+        threads = [
+            threading.Thread(target=lambda: n_read.append(sum(len(chunk.tokens) for chunk in stream)), daemon=True)
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert len(n_read) == 4 and sum(n_read) == 20
+
+        def fail(batch: Any) -> None:
+            raise MemoryError
+
+        fake(model).before_forward = fail
+        failing, errors = model.generate("b", True), []
+
+        def read() -> None:
+            try:
+                list(failing)
+            except MemoryError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=read, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        assert len(errors) == 1
+
+
+@pytest.mark.parametrize("what", ["generate", "reply", "iterate", "logits", "on_progress"])
+def test_an_interruption_of_the_reader_ends_the_request(what: str) -> None:
+    """Also where a debugger or an interactive Python keeps the frames that were interrupted."""
+    with fake_model(n_ctx=100_000, delay=0.001) as model:
+        stream = None if what in ("generate", "logits") else model.generate("a", True)
+        if what == "on_progress":
+
+            def fail(progress: Progress) -> None:
+                raise KeyboardInterrupt
+
+            stream = model.generate("a", True, on_progress=fail)
+        else:
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt) as kept:
+            if stream is None:
+                model.logits([1] * 99_000) if what == "logits" else model.generate("a")
+            elif what == "reply":
+                stream.reply()
+            else:
+                list(stream)
+        wait_for(lambda: not model._engine._running and not len(model._engine._queue))
+        assert kept.value and model.generate("b", max_tokens=2).finish_reason == "length"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_told_to_load_the_model_itself() -> None:
+    with fake_model(n_ctx=100_000, delay=0.001) as model:
+        running = model.generate("a", True)
+        next(running)
+
+        def child() -> None:
+            for call in (running.reply, lambda: model.generate("b"), lambda: model.logits("b")):
+                with pytest.raises(EdgertError, match="loaded before this process was forked"):
+                    call()
+            model.close()
+
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                child()
+                code = 0
+            finally:
+                os._exit(code)
+        try:
+            wait_for(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG), 20)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert next(running).finish_reason is None
+        assert model.generate("b", max_tokens=3).finish_reason == "length"
+
+
+def test_models_and_streams_cannot_be_copied() -> None:
+    """A copy would cancel or close what the original works with."""
+    with fake_model() as model:
+        stream = model.generate("a", True, max_tokens=3)
+        for original in (model, stream):
+            for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(TypeError, match="cannot be copied or pickled"):
+                    copied(original)
+        gc.collect()
+        reply = stream.reply()
+        assert len(reply.tokens) == 3 and pickle.loads(pickle.dumps(reply)) == reply
+
+
 def test_a_forgotten_model_is_closed() -> None:
     model = fake_model()
     backend = fake(model)
@@ -597,3 +716,14 @@ def test_an_event_loop_that_is_gone_ends_its_request() -> None:
 
         stream = asyncio.run(start())
         wait_for(lambda: stream._task.done)
+
+
+def test_a_second_event_loop_reads_on() -> None:
+    with fake_model(n_ctx=100_000, delay=0.001) as model:
+        stream = model.generate("x", True)
+
+        async def some() -> str:
+            return (await anext(stream)).text
+
+        assert asyncio.run(some()) and asyncio.run(some())
+        assert list(stream)[-1].finish_reason == "cancelled"  # the first loop was gone

@@ -61,11 +61,16 @@ def plain(logits: Any, history: Any, p: SamplingParams) -> tuple[list[int], list
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repeat_penalty"])
-@pytest.mark.parametrize("value", [math.nan, 1e999, -1e999, -1, "0.7", True, [1], 1e300, -1e-9])
+@pytest.mark.parametrize("value", [math.nan, 1e999, -1e999, -1, "0.7", True, [1], 1e300, 10**4000, -(10**400), -1e-9])
 def test_a_wrong_number_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{name: value})  # type: ignore[arg-type]
     assert caught.value.field == name
+
+
+def test_a_refusal_tells_the_value_that_was_given() -> None:
+    with pytest.raises(RequestError, match=r"must be a number from 0 to 1, not 1\.0000001$"):
+        SamplingParams(top_p=1.0000001)
 
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])

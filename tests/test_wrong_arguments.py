@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ import pytest
 from fake import N_VOCAB, fake_model
 
 import edgert
-from edgert.errors import RequestError
+from edgert.errors import (
+    ContextFullError,
+    EdgertError,
+    ModelFileError,
+    QueueFullError,
+    QueueTimeoutError,
+    RequestError,
+)
 
 NOTHING = object()
 NO_IDS = [None, 1, 1.5, b"x", {}, [None], ["a"], [1.5], [True], [[1]], [-1], [N_VOCAB], [2**70], {1}, NOTHING,
@@ -101,3 +109,20 @@ def test_loading(tiny_model: Callable[..., Path], name: str, value: Any) -> None
     with pytest.raises(RequestError) as error:
         edgert.load(**arguments)
     assert error.value.field in {name, name.removeprefix("n_"), *named}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EdgertError("a"),
+        ModelFileError("a"),
+        ContextFullError(5000, 4096),
+        RequestError("n_ctx", "is wrong"),
+        QueueFullError(3, 1.5),
+        QueueTimeoutError(1.0, 2.5),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_comes_back_from_a_process_of_a_pool(error: EdgertError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.args, vars(again)) == (type(error), str(error), error.args, vars(error))

@@ -125,7 +125,7 @@ class CpuBackend(Backend):
         self.verdict = Verdict(
             "cpu",
             "cpu",
-            f"{probe.probe().model_name}, {n_threads} threads",
+            f"{probe.probe().model_name}, {n_threads} thread{'s' * (n_threads > 1)}",
             f"kernels compiled for {self.isa.name}",
             {"isa": self.isa.name, "threads": str(n_threads), "type_k": types[0], "type_v": types[1]},
         )

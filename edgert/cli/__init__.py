@@ -129,8 +129,12 @@ def _fail(message: str) -> int:
 
 def main() -> None:
     """The entry point."""
+    # What the caller closed is a number that the next opened file would get, with all that is printed written into it.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None and hasattr(stream, "reconfigure"):
+        if hasattr(stream, "reconfigure"):
             # A console or a pipe of another encoding must not end an answer; without a locale it takes UTF-8.
             ascii = codecs.lookup(stream.encoding).name == "ascii"
             stream.reconfigure(encoding="utf-8" if ascii else None, errors="replace")

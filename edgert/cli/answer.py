@@ -92,7 +92,7 @@ class PromptProgress:
 
 @contextmanager
 def interrupts(cancel: Callable[[], None]) -> Iterator[None]:
-    """While the block runs, Ctrl+C calls `cancel` and the second one in a row interrupts as usual."""
+    """While the block runs, Ctrl+C calls `cancel` and the third one in a row interrupts as usual."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

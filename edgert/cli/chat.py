@@ -105,6 +105,7 @@ class Chat:
     def loop(self) -> None:
         """Reads and answers until the user leaves."""
         from edgert.cli.chat_commands import execute, split
+        from edgert.cli.terminal import unquote
 
         with self.terminal:
             self.note(f"{self.conversation.model} · {self.model.verdict}")
@@ -116,15 +117,13 @@ class Chat:
                     continue
                 if text is None:
                     return
-                if not text.strip():
-                    continue
                 try:
-                    parts = split(text) if text.startswith("/") else None
-                    if text.startswith("/") and parts is None:
-                        raise EdgertError(f"There is no command {text.split()[0]}: /? shows those there are.")
-                    if parts is not None:
-                        if not execute(self, *parts):
+                    if text.startswith("/"):
+                        if not execute(self, *split(text)):
                             return
+                        continue
+                    text = unquote(text)
+                    if not text.strip():
                         continue
                     if self.attachment:
                         text, self.attachment = f"{self.attachment}\n\n{text}", ""

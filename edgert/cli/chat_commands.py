@@ -53,10 +53,10 @@ HELP = '''\
 Ctrl+C                      stop the answer'''
 
 
-def split(line: str) -> tuple[str, str] | None:
-    """(command, the rest) of a line that is a command, otherwise None."""
-    match = re.fullmatch(r"/(\?|[a-z]+)(?:\s+(.*))?", line.strip(), re.DOTALL)
-    return (match[1], (match[2] or "").strip()) if match else None
+def split(line: str) -> tuple[str, str]:
+    """(command, the rest) of a line that begins with a slash."""
+    name, rest = re.fullmatch(r"/(\S*)(.*)", line, re.DOTALL).groups()  # type: ignore[union-attr]
+    return name, rest.strip()
 
 
 def execute(chat: Chat, name: str, rest: str) -> bool:
@@ -65,7 +65,7 @@ def execute(chat: Chat, name: str, rest: str) -> bool:
         return False
     action = COMMANDS.get(name)
     if action is None:
-        raise EdgertError(f"There is no command /{name}: /? shows those there are.")
+        raise EdgertError(f'There is no command /{name}: /? shows those there are. Put a message between """ and """.')
     action(chat, rest)
     return True
 
@@ -137,7 +137,8 @@ def _show(chat: Chat, rest: str) -> None:
             if hasattr(options.sampling, name)
         }
         values |= {"max_tokens": options.max_tokens, "stop": list(options.stop)}
-        chat.say("\n".join(f"{name:<20}{'' if value is None else value}" for name, value in values.items()))
+        values |= {name: -1 for name in ("seed", "max_tokens") if values[name] is None}  # as /set takes them
+        chat.say("\n".join(f"{name:<20}{value}" for name, value in values.items()))
     elif rest == "system":
         chat.say(chat.conversation.system or "There is no system message.")
     elif rest == "template":
@@ -219,9 +220,7 @@ def _load(chat: Chat, rest: str) -> None:
     plain = chat.sessions / f"{rest}.json"
     if not path.is_file() and not plain.is_file():
         names = sorted({file.stem for end in ("session", "json") for file in chat.sessions.glob(f"*.{end}")})
-        raise EdgertError(
-            f"No conversation {rest!r} is saved; {'there are ' + ', '.join(names) if names else 'there is none'}."
-        )
+        raise EdgertError(f"No conversation {rest!r} is saved; those that are: {', '.join(names) or 'none'}.")
     model = chat.conversation.model
     obstacle: EdgertError | None = None
     if path.is_file():

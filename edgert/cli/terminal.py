@@ -54,14 +54,14 @@ class Prompt:
         self.keep_history = True
 
     def read(self) -> str | None:
-        """The next message; None when the user leaves. Raises: KeyboardInterrupt for Ctrl+C."""
+        """What was typed next, with its quotes; None when the user leaves. Raises: KeyboardInterrupt for Ctrl+C."""
         if self._session is None:
             self._session = self._make()
         try:
             text = self._session.prompt()
         except EOFError:
             return None
-        return clean(unquote(text))
+        return clean(text)
 
     def _make(self) -> PromptSession[str]:
         from prompt_toolkit import PromptSession

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_ENGINES: WeakSet[Engine] = WeakSet()
 REPLY = 128  # tokens that a reply is thought to have, before any has ended
 _NO_LOGITS = np.empty((0, 0), np.float32)
 
@@ -61,11 +64,13 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._closed = False  # no more work is taken
         self._finished = False  # close() has been called
+        self._why = "The model is closed: load it again."
         self._calls: deque[tuple[Callable[[], object], SimpleQueue[object]]] = deque()
         self._crowded = False  # the cache was full: nobody begins until somebody has ended
         n = backend.n_batch
         self._batch = Batch(np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.bool_))
         self._views: dict[int, Batch] = {}
+        _ENGINES.add(self)
 
     def submit(self, task: Task) -> None:
         """Queues a task; it begins when its turn has come and there is room.
@@ -92,7 +97,7 @@ class Engine:
             )
         with self._changed:
             if self._closed:
-                raise EdgertError("The model is closed: load it again.")
+                raise EdgertError(self._why)
             task.outbox, task.cancellations = self._outbox, self._cancellations
             task.arrived = perf_counter()
             task.end = task.arrived + task.timeout
@@ -155,7 +160,7 @@ class Engine:
         answer: SimpleQueue[object] = SimpleQueue()
         with self._changed:
             if self._closed:
-                raise EdgertError("The model is closed: load it again.")
+                raise EdgertError(self._why)
             self._calls.append((work, answer))
             self._start()
         result = answer.get()
@@ -188,6 +193,16 @@ class Engine:
             if self.speculator:
                 self.speculator.close()
             self.backend.close()
+
+    def _forked(self) -> None:
+        """In the child of a fork, which has none of the threads: refuses all that is asked here."""
+        self._why = "The model was loaded before this process was forked: load it in the process that uses it."
+        self._changed, self._thread = threading.Condition(), None
+        self._closed = self._finished = True
+        for task in (*self._running, *self._queue):
+            task.output.put(EdgertError(self._why))
+        for _, answer in self._calls:
+            answer.put(EdgertError(self._why))
 
     def _run(self) -> None:
         try:
@@ -494,3 +509,12 @@ class Engine:
             with self._changed:
                 self._queue.ended(task)
             self._counters.ended(task)
+
+
+def _after_fork() -> None:
+    for engine in list(_ENGINES):
+        engine._forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

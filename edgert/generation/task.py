@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 Outcome = Literal["finished", "cancelled", "timed out", "failed"]
 HEADS = frozenset({"output.weight", "token_embd.weight"})  # the matrix that makes logits, by its names
-Item = Chunk | Progress | NDArray[np.float32] | BaseException
+Item = Chunk | Progress | NDArray[np.float32] | BaseException | None
 
 
 class Decoder(Protocol):
