@@ -82,7 +82,7 @@ def choose(file: GGUFFile, common: Mapping[str, Any], options: Mapping[str, Any]
         try:
             return _judged(backends.open_one("cpu", file, common, options), absent)
         except (UnsupportedFormatError, DoesNotFitError) as error:
-            found = [Candidate(name, {}) for name in PACKAGES if _installed(name) and not wish.cpu_only]
+            found = [Candidate(name, {}) for name in PACKAGES if installed(name) and not wish.cpu_only]
             if not found:
                 raise
             return _first_that_loads(file, common, options, found, error)
@@ -107,14 +107,14 @@ def candidates(wish: Wish) -> tuple[list[Candidate], list[Trial]]:
     for kind, name in (("gpu", "llama"), ("npu", "onnx")):
         if kind not in present:
             continue
-        if _installed(name):
+        if installed(name):
             found.append(Candidate(name, {"device": kind}))
         else:
             _, package, extra = PACKAGES[name]
             obstacle = f"{package} is not installed, so the {kind.upper()} is idle: pip install '{extra}'"
             absent.append(Trial(name, kind.upper(), obstacle))
     # For processors that have kernels of their own only there.
-    others = [name for name in PACKAGES if _installed(name) and all(one.backend != name for one in found)]
+    others = [name for name in PACKAGES if installed(name) and all(one.backend != name for one in found)]
     if others and _portable():
         found += [Candidate(name, {"device": "cpu"}) for name in others]
     return found, absent
@@ -128,7 +128,7 @@ def _named(wish: Wish) -> list[Candidate]:
     return [Candidate("onnx" if of_onnx else "llama", {"device": device, **layers, **require})]
 
 
-def _installed(name: str) -> bool:
+def installed(name: str) -> bool:
     return importlib.util.find_spec(PACKAGES[name][0]) is not None
 
 
@@ -193,6 +193,7 @@ class _Trials:
         if any(isinstance(error, DoesNotFitError | MemoryError) for error in self._errors):
             return _judged(backend, self.trials)  # next time there may be room
         note = {"backend": chosen.backend, "options": dict(chosen.options), "file": str(self._file.path)}
+        note["named"] = self._wish.named
         notes.put(key, note | {"trials": [asdict(trial) for trial in self.trials]})
         return _judged(backend, self.trials)
 
@@ -300,11 +301,28 @@ def _words(error: Exception) -> str:
     return f"it failed ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
 
 
-def remembered(file: GGUFFile) -> dict[str, Any] | None:
-    """The latest choice for a file: backend, options, file, trials; None: none was made."""
+def remembered(file: GGUFFile, named: bool = True) -> dict[str, Any] | None:
+    """The latest choice for a file: backend, options, file, trials; None: none was made.
+
+    named:  whether one counts for which a device was named
+    """
     found = [note for note in Notes("choices").all().values() if isinstance(note, dict)]
     path = str(file.path)
-    return next((note for note in reversed(found) if note.get("file") == path), None)
+    return next((n for n in reversed(found) if n.get("file") == path and (named or not n.get("named"))), None)
+
+
+def foresee(file: GGUFFile) -> dict[str, Any]:
+    """What `auto` takes for a file, without loading it: backend (None: not decided), reason, trials."""
+    note = remembered(file, named=False)
+    if note is not None:
+        trials = [trial for trial in note.get("trials", []) if isinstance(trial, dict)]
+        return {"backend": note.get("backend"), "reason": "chosen when it was first loaded", "trials": trials}
+    found, absent = candidates(Wish(None, None, False))
+    trials = [asdict(trial) for trial in absent]
+    if not found:
+        return {"backend": "cpu", "reason": "nothing that could be faster is here", "trials": trials}
+    names = ", ".join(["cpu", *(one.backend for one in found)])
+    return {"backend": None, "reason": f"{names} are tried when it is first loaded", "trials": trials}
 
 
 def _key(file: GGUFFile, common: Mapping[str, Any], options: Mapping[str, Any], wish: Wish) -> str:

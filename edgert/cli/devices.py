@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import click
 
 from edgert.cli.flags import json_flag
+from edgert.cli.loading import ProgressLine, compiling
 
 
 @click.command()
-@click.option("--measure/--no-measure", default=True, help="Measure how fast memory is read (half a second).")
+@click.option("--measure/--no-measure", default=True, help="Measure memory and int8 products (seconds).")
 @json_flag
 def command(measure: bool, as_json: bool) -> None:
     """Shows every processor of this machine and which backend can use it; if none can, why, and what helps."""
-    facts = gather(measure)
+    with ProgressLine() as line:
+        if measure:
+            line.show("measuring this machine")
+        facts = gather(measure, compiling(line))
     click.echo(json.dumps(facts, ensure_ascii=False, indent=1) if as_json else as_text(facts))
 
 
-def gather(measure: bool) -> dict[str, Any]:
-    """The facts, as JSON can hold them; bytes, and bytes a second."""
+def gather(measure: bool, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+    """The facts, as JSON can hold them; bytes, bytes a second, and multiply-adds a second."""
     from edgert.backends import survey
     from edgert.backends.cpu import isa
+    from edgert.backends.cpu.rates import rates
     from edgert.devices import gpus, probe
-    from edgert.devices.measure import read_bandwidth
 
+    machine = rates(fresh=True, progress=progress) if measure else None
     cpu = probe.probe()
     found = gpus.gpus()
     facts: dict[str, Any] = {
@@ -35,7 +41,9 @@ def gather(measure: bool) -> dict[str, Any]:
             "affinity": len(cpu.affinity),
             "threads": cpu.default_threads,
             "instruction_sets": isa.available(),
-            "read_bytes_per_second": round(read_bandwidth(cpu.default_threads)) if measure else None,
+            "read_bytes_per_second": None if machine is None else round(machine.read[max(machine.read)]),
+            "int8_per_second": None if machine is None else round(machine.int8),
+            "busy": None if machine is None else machine.busy,
         },
         "gpus": [asdict(gpu) for gpu in found],
         "uses": [asdict(use) | {"usable": use.usable} for use in survey.survey(found)],
@@ -56,6 +64,9 @@ def as_text(facts: dict[str, Any]) -> str:
         f"      memory {_size(cpu['memory_available'])} free of {_size(cpu['memory_total'])}"
         + (f", read at {cpu['read_bytes_per_second'] / 1e9:.1f} GB/s" if cpu["read_bytes_per_second"] else ""),
     ]
+    if cpu["int8_per_second"]:
+        busy = ", while other programs ran" if cpu["busy"] else ""
+        lines.append(f"      int8 products {cpu['int8_per_second'] / 1e9:,.0f} G multiply-adds/s{busy}")
     for gpu in facts["gpus"]:
         lines.append(f"GPU   {gpu['name']}" + (f", driver {gpu['driver']}" if gpu["driver"] else ""))
         if gpu["memory_total"]:

@@ -58,6 +58,7 @@ def describe_file(
     n_ctx:  context whose memory is told; 0: the model's; None: a common one
     types:  of the cached keys and values; None: the cpu backend's choice
     """
+    from edgert.backends import choice
     from edgert.quantize.architecture import describe
 
     try:
@@ -88,6 +89,7 @@ def describe_file(
         "sampling": sampling(file),
         "quantization": quantization(file),
         "memory": memory_cost(file, architecture, n_ctx, types) if architecture else {},
+        "engine": choice.foresee(file) if architecture else {},
     }
     return facts
 
@@ -215,6 +217,11 @@ def as_text(facts: dict[str, Any]) -> str:
                 f"buffers {_mb(cost['buffers'])}, program {_mb(cost['program'])}",
             )
         )
+    if engine := facts["engine"]:
+        from edgert.backends.base import Trial
+
+        lines.append(("engine", f"{engine['backend'] or 'auto'}: {engine['reason']}"))
+        lines += [("", str(Trial(**trial))) for trial in engine["trials"]]
     return "\n".join(f"{name:<14}{value}" for name, value in lines)
 
 

@@ -396,6 +396,27 @@ def test_the_model_and_its_engine_carry_the_verdict(monkeypatch: pytest.MonkeyPa
         assert model.generate("Hello", max_tokens=4, temperature=0).tokens
 
 
+def test_show_tells_the_choice_before_and_after(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    from edgert.cli.show import as_text, describe_file
+
+    def told() -> tuple[Any, str]:
+        with GGUFFile.open(path) as file:
+            facts = {"model": "tiny", "path": str(path), **describe_file(file, None)}
+        return facts["engine"]["backend"], as_text(facts)
+
+    machine(monkeypatch)
+    assert told()[0] == "cpu" and "nothing that could be faster is here" in told()[1]
+    machine(monkeypatch, "npu", packages=())
+    assert "so the NPU is idle" in told()[1]
+    machine(monkeypatch, "gpu")
+    assert told()[0] is None and "cpu, llama are tried when it is first loaded" in told()[1]
+    door(monkeypatch, "cpu", pause=0.004)
+    door(monkeypatch, "llama")
+    load(path).close()
+    backend, text = told()
+    assert backend == "llama" and "llama on llama's device: prefill" in text and "cpu on" in text
+
+
 # What is asked of a backend
 
 
