@@ -192,8 +192,7 @@ class _Trials:
             log.warning("%s cannot serve (%s): the cpu backend runs the model.", self._asked, self.trials[-1].obstacle)
         if any(isinstance(error, DoesNotFitError | MemoryError) for error in self._errors):
             return _judged(backend, self.trials)  # next time there may be room
-        note = {"backend": chosen.backend, "options": dict(chosen.options), "file": str(self._file.path)}
-        note["named"] = self._wish.named
+        note = asdict(chosen) | {"file": str(self._file.path), "named": self._wish.named}
         notes.put(key, note | {"trials": [asdict(trial) for trial in self.trials]})
         return _judged(backend, self.trials)
 

@@ -62,6 +62,7 @@ class Builder:
     """Collects the nodes, initializers and ends of a graph, and knows the parts that both profiles share."""
 
     batch: tuple[int, ...] = ()  # QNN takes MatMulNBits of three dimensions only: (1,)
+    small = False  # whether the graph may bring its weights along
 
     def __init__(self, a: Architecture, weights: Weights, style: Style) -> None:
         self.a, self.weights, self.style = a, weights, style
@@ -110,9 +111,12 @@ class Builder:
             tensor.name = name
             tensor.data_type = helper.np_dtype_to_tensor_dtype(np.dtype(entry.dtype))
             tensor.dims.extend(entry.shape)
-            tensor.data_location = TensorProto.EXTERNAL
-            for key, value in (("location", DATA), ("offset", entry.offset), ("length", entry.n_bytes)):
-                tensor.external_data.add(key=key, value=str(value))
+            if self.small and not self.style.outside:
+                tensor.raw_data = self.weights.values(name)
+            else:
+                tensor.data_location = TensorProto.EXTERNAL
+                for key, value in (("location", DATA), ("offset", entry.offset), ("length", entry.n_bytes)):
+                    tensor.external_data.add(key=key, value=str(value))
             self.initializers[name] = tensor
         return name
 

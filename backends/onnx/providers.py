@@ -58,7 +58,7 @@ PROVIDERS: dict[str, Provider] = {
             "openvino",
             "OpenVINOExecutionProvider",
             "static",
-            Style(accuracy_level=0),
+            Style(accuracy_level=0, outside=False),
             # It brings an onnxruntime of its own, which replaces the plain one.
             "python -m venv openvino && openvino/bin/pip install edgert onnx onnxruntime-openvino",
             ("npu", "gpu", "cpu"),

@@ -99,6 +99,7 @@ class Head(Builder):
     """hidden (1, 1, n_embd) -> logits (1, 1, n_vocab), for the rows of a chunk that someone wants."""
 
     batch = (1,)
+    small = True
 
     def build(self) -> onnx.ModelProto:
         hidden = self.input("hidden", [1, 1, self.a.n_embd])

@@ -11,12 +11,15 @@ class Style:
 
     fused_norm:      SimplifiedLayerNormalization, else the same of plain operators
     accuracy_level:  of MatMulNBits: 4 rounds activations to int8 in blocks, 0 leaves the choice to the provider
+    outside:         weights of every graph lie in one file; else small graphs bring theirs along (OpenVINO compiles a
+                     graph of one node from memory, and then looks for the file in the working directory)
     """
 
     fused_norm: bool = True
     accuracy_level: int = 4
+    outside: bool = True
 
     @property
     def key(self) -> str:
         """For names of files."""
-        return f"n{int(self.fused_norm)}a{self.accuracy_level}"
+        return f"n{int(self.fused_norm)}a{self.accuracy_level}" + ("" if self.outside else "i")

@@ -50,8 +50,16 @@ class Matrix:
 class Weights:
     """What a weights file holds. A group is a list of matrices that stand one below the other."""
 
+    folder: Path
     entries: dict[str, Entry]
     groups: dict[str, list[Matrix]]
+
+    def values(self, name: str) -> bytes:
+        """An entry as it stands in the file."""
+        entry = self.entries[name]
+        with (self.folder / DATA).open("rb") as file:
+            file.seek(entry.offset)
+            return file.read(entry.n_bytes)
 
     @property
     def n_bytes(self) -> int:
@@ -69,7 +77,7 @@ class Weights:
         found = (folder / DATA).stat().st_size
         if found < max((e.offset + e.n_bytes for e in entries.values()), default=0):
             raise ValueError(f"{folder / DATA} has only {found} bytes")
-        return cls(entries, groups)
+        return cls(folder, entries, groups)
 
 
 class Writer:

@@ -38,7 +38,7 @@ n = len(tokens) - 3
 rows = [backend.forward(Batch.of(tokens[:n], 0, wanted="all")).copy()]
 rows += [backend.forward(Batch.of([token], n + i)).copy() for i, token in enumerate(tokens[n:])]
 np.save(out, np.concatenate(rows))
-print(json.dumps({"device": backend.verdict.device, "seconds": seconds, **backend.verdict.details}))
+print(json.dumps({**backend.verdict.details, "device": backend.verdict.device, "seconds": seconds}))
 """
 
 
