@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ENGINES: WeakSet[Engine] = WeakSet()
+STEPS = 32  # steps that are counted together
 REPLY = 128  # tokens that a reply is thought to have, before any has ended
 _NO_LOGITS = np.empty((0, 0), np.float32)
 
@@ -56,6 +57,8 @@ class Engine:
         self._counters = Counters()
         self._cancellations: deque[Task] = deque()
         self._reply = float(REPLY)  # tokens of a reply, of late
+        self._steps: list[float] = []  # begin and end of those that are not counted yet
+        self._n_readings = 0  # tasks that observe, among those that run
         self._next_look = 0.0  # when it is time to see whether a user gets nothing
         self._n_replies = self._n_single = self._n_wide = self._depth = 0  # of the present step, as Pace counts
         self._outbox: deque[tuple[Task, Item]] = deque()
@@ -128,7 +131,7 @@ class Engine:
             ring.percentiles(50, 99) for ring in (counters.first_token, counters.token, counters.step_time)
         )
         return Snapshot(
-            n_waiting=len(queue),
+            n_waiting=queue.n,
             n_running=len(self._running),
             n_parallel=self.n_parallel,
             n_queue=self.limits.n_queue,
@@ -246,11 +249,11 @@ class Engine:
     def _wait(self) -> bool:
         """Waits for work; false when there will be none."""
         with self._changed:
-            while not (self._closed or len(self._queue) or self._running or self._calls):
+            while not (self._closed or self._queue.n or self._running or self._calls):
                 self._changed.wait()
             if self.limits.window and not self._running:
                 end = perf_counter() + self.limits.window
-                while not self._closed and not self._calls and len(self._queue) < self.n_parallel:
+                while not self._closed and not self._calls and self._queue.n < self.n_parallel:
                     if (left := end - perf_counter()) <= 0:
                         break
                     self._changed.wait(left)
@@ -267,13 +270,15 @@ class Engine:
         now = perf_counter()
         if self._cancellations:
             self._cancel()
-        if len(self._queue):
+        if self._queue.n:
             self._admit(now)
         for task in self._running:
             if task.end <= now and not task.done:
                 task.expire()
         self._retire()
-        parts = self._observed(self._plan())
+        parts = self._plan()
+        if self._n_readings:
+            parts = self._observed(parts)
         if not parts:
             return
         guessed = self._guess(parts) if self.speculator else None
@@ -284,9 +289,9 @@ class Engine:
             if not guessed:
                 raise
             guessed, (logits, row) = None, (self._forward(parts), 0)
-        ended = perf_counter()
-        self._pace.learn(self._n_replies, self._n_single, self._n_wide, self._depth, ended - began)
-        self._counters.step(guessed or parts, began, ended)
+        self._steps += (began, perf_counter())
+        if self._n_single or self._n_wide or len(self._steps) >= 2 * STEPS:
+            self._account(parts)
         for task, count, rows in guessed or parts:
             task.slot.n_cached += count
             try:
@@ -297,11 +302,40 @@ class Engine:
                 task.fail(error)
             row += rows
             self._forget_wrong(task)
-            if rows:
-                self._counters.predicted_tokens += task.n_accepted + 1
-                self._queue.charge(task, task.n_accepted + 1)
         if guessed and self.speculator:
             self.speculator.learn([task for task, _, _ in guessed], [count - 1 for _, count, _ in guessed])
+
+    def _account(self, parts: Sequence[tuple[Task, int, int]] | None = None) -> None:
+        """Counts and learns from the steps since the last time, all of the same replies.
+
+        Between two steps the processor's caches are full of weights, and whatever is touched then is slow.
+
+        parts:  of the latest step, which may have read prompts too
+        """
+        steps = self._steps
+        if not steps:
+            return
+        counters, running = self._counters, self._running
+        n_prompt = self._n_single + self._n_wide if parts else 0
+        times = list(zip(steps[::2], steps[1::2], strict=True))
+        steps.clear()
+        for began, ended in times[:-1] if n_prompt else times:
+            self._pace.learn(len(running), 0, 0, 0, ended - began)
+        if n_prompt:
+            seconds = times[-1][1] - times[-1][0]
+            self._pace.learn(self._n_replies, self._n_single, self._n_wide, self._depth, seconds)
+        counters.steps(times, len(running), self._n_replies + n_prompt)
+        gave = {task for task, _, rows in parts if rows} if parts else set(running)
+        for task in running:
+            if task.want_all:
+                continue
+            if made := task.n_predicted - task.n_counted:
+                task.n_counted = task.n_predicted
+                counters.predicted_tokens += made
+                self._queue.charge(task, made)
+            if task in gave:
+                counters.tokens(task, [ended for _, ended in times])
+        counters.prompt_tokens += n_prompt
 
     def _observed(self, parts: list[tuple[Task, int, int]]) -> list[tuple[Task, int, int]]:
         """Runs the parts of tasks that observe, each in a step of its own; returns the others."""
@@ -313,13 +347,20 @@ class Engine:
             slot, see = task.slot, task.see
             tokens = slot.tokens[slot.n_cached : slot.n_cached + count].tolist()
             batch = Batch.of(tokens, slot.n_cached, slot.sequence, wanted="all")
-            self._slots.making_room(
-                lambda batch=batch, see=see: self.backend.observe(batch, see),  # type: ignore[misc]
-                [task.user],
-                alone=len(self._running) == 1,
-            )
-            slot.n_cached += count
-            task.advance(_NO_LOGITS)
+            try:
+                self._slots.making_room(
+                    lambda batch=batch, see=see: self.backend.observe(batch, see),  # type: ignore[misc]
+                    [task.user],
+                    alone=len(self._running) == 1,
+                )
+                slot.n_cached += count
+                task.advance(_NO_LOGITS)
+            except DoesNotFitError:
+                raise
+            except Exception as error:  # its own affair, the others go on
+                if not isinstance(error, EdgertError):
+                    logger.exception("a request failed")
+                task.fail(error)
         return others
 
     def _guess(self, parts: list[tuple[Task, int, int]]) -> list[tuple[Generation, int, int]] | None:
@@ -397,7 +438,9 @@ class Engine:
                 self._queue.ended(task)
             self._counters.ended(task)
             return
+        self._account()
         self._running.append(task)
+        self._n_readings += isinstance(task, Reading)
         self._queue.started(task, len(task.prompt) - task.slot.n_cached, now)
         if not task.begun:
             self._counters.started += 1
@@ -435,17 +478,19 @@ class Engine:
 
     def _set_aside(self, task: Task) -> None:
         """Lets a task wait; what it has stays cached while there is room, and it goes on from there."""
+        self._account()
         slot = task.slot
         task.prompt = slot.tokens[: slot.n_tokens].copy()
         self._slots.release(slot)
         self._running.remove(task)
+        self._n_readings -= isinstance(task, Reading)
         self._counters.preempted += 1
         with self._changed:
             self._queue.put_back(task)
 
     def _plan(self) -> list[tuple[Task, int, int]]:
         """The tasks of this step, how many tokens each evaluates, and how many rows of logits it gets."""
-        parts = [(task, 1, 1) for task in self._running if task.slot.pending == 1]
+        parts = [(task, 1, 1) for task in self._running if task.slot.n_tokens - task.slot.n_cached == 1]
         self._n_replies, self._n_single, self._n_wide = len(parts), 0, 0
         if len(parts) < len(self._running):
             prompts = [task for task in self._running if task.slot.pending > 1]
@@ -481,9 +526,11 @@ class Engine:
                 all_.tokens[:start], all_.sequences[:start], all_.positions[:start], all_.wanted[:start]
             )
         self._send()  # the callers wake while the backend computes, which frees the interpreter for them
-        return self._slots.making_room(
-            lambda: self.backend.forward(batch), [task.user for task in self._running], alone=len(self._running) == 1
-        )
+        try:
+            return self.backend.forward(batch)
+        except DoesNotFitError:
+            users, alone = [task.user for task in self._running], len(self._running) == 1
+            return self._slots.making_room(lambda: self.backend.forward(batch), users, alone=alone)
 
     def _give_way(self, error: DoesNotFitError) -> None:
         """The newest task of who holds most waits until another has ended; one that is alone has to end."""
@@ -496,8 +543,12 @@ class Engine:
 
     def _retire(self) -> None:
         """Frees the slots of tasks that are done; what they have cached stays for the next prompt."""
-        for task in [task for task in self._running if task.done]:
+        ended = [task for task in self._running if task.done]
+        if ended:
+            self._account()
+        for task in ended:
             self._running.remove(task)
+            self._n_readings -= isinstance(task, Reading)
             if isinstance(task, Generation):
                 if self.speculator and self.limits.prefix_cache != "user":
                     self.speculator.remember(task.slot, task.n_reused)

@@ -121,21 +121,18 @@ class Counters:
         self.draft_tokens += sum(drafts.tried)
         self.draft_accepted += sum(drafts.accepted)
 
-    def step(self, parts: Sequence[tuple[Task, int, int]], began: float, ended: float) -> None:
-        """Takes in a step that was computed."""
-        self.n_steps += 1
-        self.batch_sequences = len(parts)
-        self.step_time.add(ended - began)
-        n_prompt = n_tokens = 0
-        for task, count, rows in parts:
-            n_tokens += count
+    def steps(self, times: Sequence[tuple[float, float]], n_sequences: int, n_tokens: int) -> None:
+        """Takes in steps by their begins and ends; the numbers are the last one's."""
+        self.n_steps += len(times)
+        for began, ended in times:
+            self.step_time.add(ended - began)
+        self.batch_sequences, self.batch_tokens = n_sequences, n_tokens
+
+    def tokens(self, task: Task, ends: Sequence[float]) -> None:
+        """Takes in when steps ended that gave a task its next token."""
+        for ended in ends:
             if task.last_token:
                 self.token.add(ended - task.last_token)
-                task.last_token = ended
             else:
-                n_prompt += count
-                if rows and not task.want_all:
-                    self.first_token.add(ended - task.arrived)
-                    task.last_token = ended
-        self.prompt_tokens += n_prompt
-        self.batch_tokens = n_tokens
+                self.first_token.add(ended - task.arrived)
+            task.last_token = ended

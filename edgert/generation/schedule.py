@@ -38,21 +38,21 @@ class Queue:
         self._timed: list[tuple[float, int, Task]] = []  # those that may not wait forever
         self._served: dict[str, float] = {}
         self._active: Counter[str] = Counter()  # tasks of each user that wait or run
-        self._n = 0
+        self.n = 0  # tasks in it; a plain number, because it is looked at in every step
         self._order = 0
         self._interval = 0.0  # seconds from one start to the next, of late
         self._last_start = 0.0
 
     def __len__(self) -> int:
-        return self._n
+        return self.n
 
     def __iter__(self) -> Iterator[Task]:
         return (task for heap in self._heaps.values() for _, _, task in heap if task.waiting)
 
     def add(self, task: Task) -> None:
         """Puts a new task in. Raises: QueueFullError."""
-        if self.limit is not None and self._n >= self.limit:
-            raise QueueFullError(self._n, self.retry_after)
+        if self.limit is not None and self.n >= self.limit:
+            raise QueueFullError(self.n, self.retry_after)
         user = task.user
         if not self._active[user]:
             present = [self._served[other] for other, n in self._active.items() if n and other in self._served]
@@ -74,13 +74,13 @@ class Queue:
         end = task.end if task.begun else task.queue_end
         if end < math.inf:
             heapq.heappush(self._timed, (end, task.order, task))
-        self._n += 1
+        self.n += 1
 
     def drop(self, task: Task) -> None:
         """Forgets a task that waits; what is left of it in the heaps is passed over."""
         if task.waiting:
             task.waiting = False
-            self._n -= 1
+            self.n -= 1
             self._leave(task)
 
     def ended(self, task: Task) -> None:
@@ -123,7 +123,7 @@ class Queue:
         task = best[2]
         heapq.heappop(self._heaps[task.user])
         task.waiting = False
-        self._n -= 1
+        self.n -= 1
         return task
 
     def overdue(self, now: float) -> list[Task]:
@@ -150,7 +150,7 @@ class Queue:
     def started(self, task: Task, n_tokens: int, now: float) -> None:
         """Charges a user for the part of a prompt that will be read, and measures how fast tasks begin."""
         self._served[task.user] += n_tokens
-        if self._last_start and self._n:
+        if self._last_start and self.n:
             gap = min(now - self._last_start, 60.0)
             self._interval += 0.2 * (gap - self._interval) if self._interval else gap
         self._last_start = now
@@ -162,7 +162,7 @@ class Queue:
     @property
     def retry_after(self) -> float:
         """Seconds in which all that wait will have begun, as things go; at least one."""
-        return float(min(600, max(1, math.ceil(self._interval * self._n))))
+        return float(min(600, max(1, math.ceil(self._interval * self.n))))
 
 
 class Line:

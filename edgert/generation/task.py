@@ -47,6 +47,8 @@ class Task(ABC):
     want_all = False  # whether the logits after every token are wanted, not only after the last
     most_guesses = 0  # tokens that may be guessed and checked in the next step
     n_accepted = 0  # guesses that were right in the last step
+    n_predicted = 0  # tokens chosen, and of them those that the engine has counted:
+    n_counted = 0
     most_tokens: int | None = None  # that may be added to the prompt; None: as many as the context holds
 
     def __init__(self, prompt: NDArray[np.int32], user: str = "", priority: int = 0) -> None:
