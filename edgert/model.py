@@ -151,7 +151,9 @@ def load(
         **backend_options,
     )
     try:
-        speculator = loading.speculator(path, engine, speculation, n_threads=n_threads, progress=progress)
+        speculator = loading.speculator(
+            path, engine, speculation, n_threads=n_threads, n_parallel=limits.n_parallel, progress=progress
+        )
     except BaseException:
         engine.close()
         raise

@@ -64,6 +64,7 @@ class OnnxBackend(Backend):
         self._lengths = [0] * n_seq_max
         self._logits = np.empty((1, self.n_vocab), np.float32)
         self.capabilities = frozenset({"fork", "truncate", "batch"})
+        self.shares_pages = False  # each sequence has room for a whole context
         self.verdict = self._judge(found, requested, n_threads)
         if require:
             _check_required(found, self._runner)

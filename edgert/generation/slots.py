@@ -67,14 +67,15 @@ class Slots:
 
     def __init__(self, backend: Backend, limits: Limits) -> None:
         self._backend = backend
-        self._slots = [Slot(i, backend.n_ctx) for i in range(backend.n_seq_max)]
+        self._n_parallel = min(limits.n_parallel or backend.n_seq_max, backend.n_seq_max)
+        n_slots = backend.n_seq_max if backend.shares_pages else self._n_parallel
+        self._slots = [Slot(i, backend.n_ctx) for i in range(n_slots)]
         self._clock = itertools.count(1)
         self._keep = limits.prefix_cache != "off"
         self._index = PrefixIndex(backend.fingerprint, by_user=limits.prefix_cache == "user")
         self.capacity = backend.free_positions()
         self._quota = self.capacity // 4 if limits.prefix_quota is None else limits.prefix_quota
-        self._n_parallel = min(limits.n_parallel or backend.n_seq_max, backend.n_seq_max)
-        self._quota_slots = max(1, (backend.n_seq_max - self._n_parallel) * self._quota // self.capacity)
+        self._quota_slots = max(1, (n_slots - self._n_parallel) * self._quota // self.capacity)
         self.kv_total = backend.n_cached * backend.memory().get("kv_per_token", 0)
         self.lookups = self.hits = self.evictions = 0
 

@@ -60,9 +60,12 @@ def speculator(
     settings: Settings,
     *,
     n_threads: int | None = None,
+    n_parallel: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Speculator | None:
     """What guesses for the model at `path`, which `backend` runs; None: nothing does.
+
+    n_parallel:  requests that have a step together; None: as many as the backend has sequences
 
     Raises: EdgertError when a draft that was asked for cannot serve.
     """
@@ -86,7 +89,7 @@ def speculator(
             if asked:
                 raise
             logger.warning("Speculation goes without the model's draft: %s", error)
-    n_most = settings.most + backend.n_seq_max
+    n_most = settings.most + (n_parallel or backend.n_seq_max)
     backend.prepare(n_most)
     costs = Costs.measure(backend, n_most)
     return Speculator(
