@@ -12,7 +12,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from edgert.errors import DoesNotFitError, EdgertError, ModelFileError
 from edgert.quantize.gguf_layout import Part, Slot, TensorPlan, plan
 from edgert.quantize.gguf_shard import Shard
 from edgert.quantize.gguf_value import Value
+from edgert.quantize.target import check_room, check_target
 
 try:
     import fcntl
@@ -73,7 +73,7 @@ class Writer:
         self._crc = 0
         self._file: IO[bytes] | None = None
         self._file_part: Part | None = None
-        check_target(self.path, self.paths)
+        check_target(self.path, paths=self.paths)
         digest = hashlib.sha256(fingerprint.encode())
         for part in self._parts:
             digest.update(b"\0" + part.path.name.encode() + b"\0" + part.header)
@@ -303,27 +303,6 @@ def _temporary(part: Part) -> Path:
     return part.path.with_name(part.path.name + ".part")
 
 
-def check_target(path: Path, paths: Sequence[Path] = ()) -> None:
-    """Refuses names under which nothing can be written. Raises: ModelFileError."""
-    if not path.parent.is_dir():
-        raise ModelFileError(f"{path} cannot be written: the folder {path.parent} does not exist.")
-    if not os.access(path.parent, os.W_OK):
-        raise ModelFileError(f"{path} cannot be written: the folder {path.parent} may only be read.")
-    for file in (path, *paths):
-        if file.exists() and not file.is_file():
-            raise ModelFileError(f"{file} cannot be written: a folder or device has that name.")
-
-
-def check_room(path: Path, needed: int) -> None:
-    """Refuses what the disk has no room for, in bytes. Raises: DoesNotFitError."""
-    free = shutil.disk_usage(path.parent).free
-    if needed > free:
-        raise DoesNotFitError(
-            f"{path} needs {_size(needed)} more and its disk has {_size(free)} free: "
-            "make room, choose another place or a smaller size."
-        )
-
-
 @contextlib.contextmanager
 def _complaints(path: Path) -> Iterator[None]:
     """Turns the system's errors into one sentence."""
@@ -393,7 +372,3 @@ def _sync_folder(path: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-
-def _size(n: int) -> str:
-    return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"

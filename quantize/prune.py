@@ -29,6 +29,7 @@ from edgert.quantize.progress import OnProgress, silent
 from edgert.quantize.sensitivity import Baseline
 from edgert.quantize.source import Source, open_source
 from edgert.quantize.source_tensor import SourceTensor
+from edgert.quantize.target import check_target
 from edgert.quantize.text_parts import TextParts
 
 CHUNK = 512  # tokens that the model reads at a time
@@ -92,8 +93,7 @@ def prune(
             return prune(opened, out, n_layers, calibration=calibration, n_threads=n_threads, progress=progress,
                          on_step=on_step)  # fmt: skip
     out = Path(out)
-    if any(file.resolve() == out.resolve() for file in source.files):
-        raise RequestError("output", f"is {out}, and would replace the source: choose another name")
+    check_target(out, [*source.files, *(calibration or ())])
     architecture = source.describe()
     n_steps, units = _steps(architecture, n_layers)
     _check_alike(source, architecture, list(range(n_layers)))  # whatever goes: what stays is numbered anew

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import re
 import resource
 import sys
 import time
@@ -28,7 +27,7 @@ from edgert.quantize.feedback import TIED_DAMPING
 from edgert.quantize.gguf_layout import TensorPlan
 from edgert.quantize.gguf_layout import plan as layout
 from edgert.quantize.gguf_value import Value
-from edgert.quantize.gguf_writer import Writer, check_room, check_target
+from edgert.quantize.gguf_writer import Writer
 from edgert.quantize.imatrix import check_of, read_imatrix, write_imatrix
 from edgert.quantize.kernels_ahead import Job, compile_ahead
 from edgert.quantize.planning import Loss, Plan, Planner
@@ -39,6 +38,7 @@ from edgert.quantize.rounding import GRIDS
 from edgert.quantize.sensitivity import Sensitivity
 from edgert.quantize.settings import Budget, Settings, n_bytes
 from edgert.quantize.source import Source, open_source
+from edgert.quantize.target import check_room, check_target
 from edgert.quantize.text_parts import Chunks, TextParts
 from edgert.quantize.work_folder import WorkFolder
 
@@ -136,8 +136,7 @@ class Quantizer:
     def run(self) -> Report:
         """Writes the file."""
         assert self.out is not None
-        _refuse_source(self.out, self.source)
-        check_target(Path(os.path.realpath(self.out)))  # before all measuring, not after it
+        check_target(self.out, [*self.source.files, *self.settings.files])
         try:
             with self._resources:
                 report = self._run(self.out)
@@ -412,15 +411,6 @@ class Quantizer:
             calibration_tokens=statistics.n_chunks * statistics.chunk_size if statistics else 0,
             predicted_kld=plan.predicted_loss,
         )
-
-
-def _refuse_source(out: Path, source: Source) -> None:
-    """Raises: RequestError when the result, or a part of it, would take the place of a file of the source."""
-    parts = re.compile(re.escape(out.stem) + r"-\d{5}-of-\d{5}\.gguf")
-    for file in source.files:
-        beside = file.resolve().parent == out.resolve().parent
-        if file.resolve() == out.resolve() or (beside and parts.fullmatch(file.name)):
-            raise RequestError("output", f"is {out}, and would replace {file}, which is read: choose another name")
 
 
 def _values(facts: Mapping[str, Any]) -> dict[str, Value]:

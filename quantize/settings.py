@@ -101,9 +101,15 @@ class Settings:
         return not self.calibration and self.imatrix is None
 
     @property
+    def files(self) -> tuple[str | Path, ...]:
+        """What is read beside the source; texts may be names of sets."""
+        given = (*self.calibration, *self.report_text, self.imatrix, self.sensitivity)
+        return tuple(name for name in given if name is not None)
+
+    @property
     def measured(self) -> str:
         """What the measurements of a run depend on; files as they are now."""
-        files = [_stamp(name) for name in (*self.calibration, *self.report_text, self.imatrix) if name is not None]
+        files = [_stamp(name) for name in self.files if name != self.sensitivity]
         return repr((MEASURED_AS, files, self.calibration_tokens, self.gptq, self.pins, self.seed))
 
     @property

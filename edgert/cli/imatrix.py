@@ -54,6 +54,7 @@ def command(
     without a head of its own (tied embeddings) all have an entry, the embedding included.
     """
     from edgert.quantize.imatrix import read_imatrix, write_imatrix
+    from edgert.quantize.target import check_target
 
     if show:
         shown = table(read_imatrix(show))
@@ -63,13 +64,14 @@ def command(
         raise click.UsageError("name a model with -m, or a file with --show or --in-file.")
     if model is None and texts:
         raise click.UsageError("-f is read by a model: name it with -m.")
+    output_file = output_file or Path("imatrix.gguf")
+    check_target(output_file, [*filter(None, [model]), *texts])
     parts = [read_imatrix(path) for path in in_file]
     if model is not None:
         parts.append(collect(model, texts, ctx_size, chunks, threads if threads and threads > 0 else None))
     whole = parts[0]
     for part in parts[1:]:
         whole.merge(part)
-    output_file = output_file or Path("imatrix.gguf")
     write_imatrix(output_file, whole)
     facts = {"output": str(output_file), "tensors": len(whole.sums), "chunks": whole.n_chunks, "texts": whole.datasets}
     unreached = {name: n for name in whole.sums if (n := whole.unreached(name))}

@@ -51,9 +51,12 @@ def command(source: str, output_file: Path | None, png: Path | None, as_json: bo
     takes the file with --sensitivity in place of measuring again. A file that was written before is shown anew.
     """
     from edgert.quantize.sensitivity import Sensitivity, table
+    from edgert.quantize.target import check_target
 
     if png:
         _matplotlib()  # before the work, not after it
+    for written in filter(None, (output_file, png)):
+        check_target(written, [source, *flags["calibration"]] if not source.endswith(".json") else ())
     path = Path(source)
     if path.suffix == ".json" and path.is_file():
         found = Sensitivity.load(path)

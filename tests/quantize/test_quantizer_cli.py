@@ -315,3 +315,30 @@ def test_fall_backs_of_a_kind_share_a_line():
         "token_embd.weight", "blk.*.attn_q.weight (0-2, 7)", "blk.4.attn_k.weight",
     ]  # fmt: skip
     assert all(f"Q4_K -> Q5_0 ({reason}; +1.00 bits a weight)" in text for _, text in lines)
+
+
+@pytest.mark.parametrize("verb", ["quantize", "sensitivity", "imatrix", "prune"])
+def test_nothing_that_is_read_is_replaced(
+    verb: str, tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Refused before the work, under the name itself or a link to it; so are names that cannot be written."""
+    model, text, link = tmp_path / "m.gguf", tmp_path / "t.txt", tmp_path / "link.gguf"
+    model.write_bytes(tiny_model("llama", quant=Type.BF16).read_bytes())
+    text.write_text("hello world " * 2000)
+    link.symlink_to(model)
+    before = model.read_bytes(), text.read_bytes()
+    start = ["imatrix", "-m", str(model), "-f", str(text)]
+    if verb != "imatrix":
+        start = [verb, str(model), "--calibration", str(text), *(("--layers", "1") if verb == "prune" else ())]
+    for out, said in (
+        (model, "would replace"),
+        (link, "would replace"),
+        (text, "would replace"),
+        (tmp_path, "a folder or device has that name"),
+        (tmp_path / "none" / "x.gguf", "does not exist"),
+    ):
+        code = cli.run([*start, "-o", str(out), "-t", "1"])
+        errors = capsys.readouterr().err
+        assert (code == 1 and said in errors) or (code == 2 and "is a directory" in errors), (out, errors)
+    assert (model.read_bytes(), text.read_bytes()) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"m.gguf", "t.txt", "link.gguf"}
