@@ -113,6 +113,11 @@ class Planner:
             )
         return n_bytes
 
+    @property
+    def most(self) -> int:
+        """The bytes that the open tensors take as they are."""
+        return sum(padded_bytes(name, self.shapes[name], as_it_is(self._source.tensors[name])) for name in self.open)
+
     def allocated(self, room: int, loss: Loss) -> Plan:
         """The types whose losses add up to the least within so many bytes."""
         options = {

@@ -110,8 +110,9 @@ def quantize(
         report_text=tuple(os.fspath(item) for item in report_text),
     )
     with open_source(Path(source), allow_requantize=allow_requantize) as opened:
-        quantizer = Quantizer(opened, None if out is None else Path(out), settings, progress)
-        return quantizer.plan_only() if dry_run or out is None else quantizer.run()
+        if dry_run or out is None:
+            return Quantizer(opened, None, settings, progress).plan_only()
+        return Quantizer(opened, Path(out), settings, progress).run()
 
 
 class Quantizer:
@@ -267,7 +268,7 @@ class Quantizer:
         # What is too little is refused before all measuring: the budget, and the disk.
         room = self.planner.room(settings.budget, self._n_header(self.source.metadata))
         if self.out is not None and not settings.resume:
-            check_room(Path(os.path.realpath(self.out)), room)
+            check_room(Path(os.path.realpath(self.out)), min(room, self.planner.most))
         plan = self.planner.allocated(self.planner.room(settings.budget, self._n_header(self._metadata)), self._loss())
         return replace(plan, predicted_loss=None) if self._guesses else plan
 

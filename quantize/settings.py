@@ -12,7 +12,7 @@ from edgert.errors import RequestError
 from edgert.quantize.allocation import Pins
 from edgert.quantize.mixes import MIXES
 
-UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9}
+UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "tb": 10**12}
 UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
 MEASURED_AS = 1  # changes whenever edgert measures in another way, so that nobody goes on with older measurements
 DEFAULT_BPW = 4.8  # what Q4_K_M takes of a model whose rows are multiples of 256
@@ -32,7 +32,7 @@ def n_bytes(text: str | int, field: str = "size") -> int:
         raise RequestError(field, f"is {text!r}, and must be a size such as 95MB, 1.5GiB or 2000000")
     value = float(match[1]) * UNITS[match[2].lower()]
     if not 1 <= value < 2**63:
-        raise RequestError(field, f"is {text!r}, and must be at least one byte")
+        raise RequestError(field, f"is {text!r}, and must be at least one byte and less than 2**63")
     return int(value)
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -20,6 +21,7 @@ from gguf import GGMLQuantizationType as Type
 from edgert.errors import DoesNotFitError, RequestError
 from edgert.quantize import Report, quantize
 from edgert.quantize.gguf_file import GGUFFile
+from edgert.quantize.quantizer import Quantizer
 from edgert.quantize.report import from_metadata
 
 TinyModel = Callable[..., Path]
@@ -77,6 +79,23 @@ def test_a_budget_is_kept_and_used(floats: Path, tmp_path: Path, budget: float |
         assert 0.97 * 1_600_000 <= report.n_bytes <= 1_600_000
     else:
         assert 0.97 * budget <= report.bits_per_weight <= budget
+
+
+def test_a_budget_beyond_all_needs_keeps_the_floats(floats: Path, tmp_path: Path):
+    report = quantize(floats, tmp_path / "out.gguf", budget="900TB", calibration=())
+    assert set(report.types.values()) == {"BF16", "F32"}
+
+
+def test_a_disk_without_room_is_told_before_the_measuring(
+    floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr(Quantizer, "_engine", None)  # whoever measures fails
+    with pytest.raises(DoesNotFitError, match=r"needs 1\.\d MB more and its disk has 0\.0 MB free"):
+        quantize(floats, tmp_path / "out.gguf", budget=5.0)
+    with pytest.raises(DoesNotFitError, match="its disk has"):
+        quantize(floats, tmp_path / "out.gguf", budget="q8_0", calibration=())
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_budget_that_cannot_be_kept_says_so(floats: Path, tmp_path: Path):
