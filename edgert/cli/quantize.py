@@ -135,14 +135,15 @@ def _python_names(flags: dict[str, Any]) -> dict[str, Any]:
 def progress() -> Iterator[OnProgress]:
     """A bar on standard error that tells the stage, the tensor, the time left and the memory taken.
 
-    Where that is no terminal, one line for each stage.
+    Where that is no terminal, one line for each stage, again when it comes back.
     """
     if not sys.stderr.isatty():
-        shown: list[str] = []
+        shown = ""
 
         def plain(stage: str, name: str, done: float, total: float) -> None:
-            if stage not in shown:
-                shown.append(stage)
+            nonlocal shown
+            if stage != shown:
+                shown = stage
                 click.echo(stage, err=True)
 
         yield plain
@@ -160,15 +161,17 @@ def progress() -> Iterator[OnProgress]:
         TextColumn("{task.fields[memory]}  {task.fields[name]}"),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, Any] = {}
+        shown, task = "", None
 
         def draw(stage: str, name: str, done: float, total: float) -> None:
-            if stage not in tasks:
-                for task in tasks.values():
-                    bars.update(task, visible=False)
-                tasks[stage] = bars.add_task(stage, total=total, name="", memory="")
+            nonlocal shown, task
+            if stage != shown:  # kernels are compiled more than once, each time with a bar of their own
+                if task is not None:
+                    bars.remove_task(task)
+                shown, task = stage, bars.add_task(stage, total=total, name="", memory="")
+            assert task is not None
             memory = f"{probe.process_memory()[0] / 1e6:,.0f} MB"
-            bars.update(tasks[stage], completed=done, total=total, name=name, memory=memory)
+            bars.update(task, completed=done, total=total, name=name, memory=memory)
 
         yield draw
 

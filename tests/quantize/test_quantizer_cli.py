@@ -342,3 +342,31 @@ def test_nothing_that_is_read_is_replaced(
         assert (code == 1 and said in errors) or (code == 2 and "is a directory" in errors), (out, errors)
     assert (model.read_bytes(), text.read_bytes()) == before
     assert {path.name for path in tmp_path.iterdir()} == {"m.gguf", "t.txt", "link.gguf"}
+
+
+def test_a_stage_that_comes_back_is_shown_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    from rich.progress import Progress
+
+    from edgert.cli.quantize import progress
+
+    stages, drawn = ["compiling", "compiling", "calibrating", "compiling", "quantizing"], []
+
+    def run_through() -> None:
+        with progress() as tell:
+            for stage in stages:
+                tell(stage, "", 1, 2)
+
+    run_through()
+    expected = ["compiling", "calibrating", "compiling", "quantizing"]
+    assert capsys.readouterr().err.split() == expected
+    add_task = Progress.add_task
+
+    def add(self: Progress, description: str, **options: Any) -> Any:
+        assert not self.task_ids  # one bar at a time
+        drawn.append(description)
+        return add_task(self, description, **options)
+
+    monkeypatch.setattr(Progress, "add_task", add)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    run_through()
+    assert drawn == expected
