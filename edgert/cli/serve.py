@@ -43,6 +43,10 @@ from edgert.cli.loading import arguments_of
 @flag("--max-body", type=click.IntRange(1024), default=16 << 20, help="Most bytes of a request.  [16 MiB]")
 @flag("--keep-alive", default="-1", help="Put a model away when idle for so long, such as 5m; -1: never.  [-1]")
 @flag("--models-max", type=click.IntRange(0), default=0, help="Models in memory at once; 0: as many as fit.  [0]")
+@flag("--upstream", metavar="URL", help="Another server of OpenAI's API that takes what does not fit here.")
+@flag("--upstream-key", metavar="KEY", help="Its key.")
+@flag("--upstream-model", metavar="NAME", help="The model to ask it for.  [the request's]")
+@flag("--result-cache", type=click.IntRange(0), default=0, help="Keep so many answers that never change.  [0]")
 @sampling_flags
 @flag("--metrics", is_flag=True, hidden=True, help="Taken for llama-server's sake: they are always there.")
 @flag("-v", "--verbose", is_flag=True, help="Tell of every request (its route and status, never its text).")
@@ -55,8 +59,11 @@ def command(**flags: Any) -> None:
     _logging(flags.pop("verbose"))
     from edgert.server import registry, running
     from edgert.server.service import Settings
+    from edgert.server.upstream import Upstream
 
     host, port = flags.pop("host"), flags.pop("port")
+    url, key, known = flags.pop("upstream"), flags.pop("upstream_key"), flags.pop("upstream_model")
+    upstream = Upstream(url, key or "", known or "") if url else None
     sampling = request_of(flags)
     limit = sampling.pop("max_tokens", None)
     flags.pop("metrics"), flags.pop("config")
@@ -65,14 +72,22 @@ def command(**flags: Any) -> None:
     kept = {name: flags.pop(name) for name in ("prefix_cache", "window", "stall")}
     kept = {name: value for name, value in kept.items() if value is not None}
     load = running.loader(parallel, flags.pop("cache_tokens"), **kept)
-    specs = click.get_current_context().obj or []
+    specs, choices = click.get_current_context().obj or ([], {})
     if flags["model"] or not specs:
         name = flags["model"] or store.DEFAULT
         path, arguments = arguments_of(flags)
         name = path.stem if Path(name).suffix == ".gguf" else name
         specs = [registry.Spec(name, path, arguments | {"sampling": sampling}, aliases, keep_alive), *specs]
     service = running.service_of(
-        specs, load, Settings(**doors, max_tokens=limit), parallel=parallel, queue=queue, models_max=most
+        specs,
+        load,
+        Settings(**doors, max_tokens=limit),
+        parallel=parallel,
+        queue=queue,
+        models_max=most,
+        upstream=upstream,
+        result_cache=flags.pop("result_cache"),
+        choices=choices,
     )
     asyncio.run(running.Runner(service, host, port, lambda url: click.echo(f"listening on {url}", err=True)).run())
 
@@ -82,13 +97,13 @@ def _configured(ctx: click.Context, path: str | None) -> str | None:
     if path:
         from edgert.server import config
 
-        given, models = config.read(path)
+        given, models, choices = config.read(path)
         known = {parameter.name for parameter in ctx.command.params}
         given = {{"open": "is_open"}.get(name, name): value for name, value in given.items()}
         if unknown := next((name for name in given if name not in known), None):
             raise click.UsageError(f"--config: {path}: {unknown.replace('_', '-')} is no flag of this command.")
         ctx.default_map = given
-        ctx.obj = config.specs(models, path)
+        ctx.obj = config.specs(models, path), choices
     return path
 
 

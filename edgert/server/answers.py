@@ -29,6 +29,7 @@ class Answers:
     n:         answers to each
     params:    fields of SamplingParams and Options
     user:      whose they are
+    key:       what the replies are kept under; None: they are not kept
 
     Raises: RequestError naming the field; ContextFullError.
     """
@@ -41,8 +42,10 @@ class Answers:
         n: int,
         params: Mapping[str, Any],
         user: str = "",
+        key: bytes | None = None,
     ) -> None:
         settings = service.settings
+        self._key = key
         limits = {"timeout": settings.timeout or None, "queue_timeout": settings.queue_timeout or None}
         self._service, self._n = service, n
         self._began = time.monotonic()
@@ -114,7 +117,9 @@ class Answers:
                 if isinstance(reply, BaseException):
                     raise reply
                 found[index] = reply
-            return [found[index] for index in sorted(found)]
+            replies_ = [found[index] for index in sorted(found)]
+            self._service.results.put(self._key, replies_)
+            return replies_
         finally:
             self.close()
 
@@ -171,6 +176,35 @@ class Answers:
             "total_tokens": prompt + predicted,
             "prompt_tokens_details": {"cached_tokens": sum(stats.cache_n for stats in firsts)},
         }
+
+
+class Kept(Answers):
+    """Answers that were given before."""
+
+    def __init__(self, replies: Sequence[Reply], n: int) -> None:
+        self._replies, self._n = replies, n
+        self.count = len(replies)
+        self.stats = {index: reply.stats for index, reply in enumerate(replies)}
+
+    def close(self) -> None:
+        pass
+
+    async def pieces(self, progress: bool = False) -> AsyncGenerator[tuple[int, Chunk | Progress], None]:
+        for index, reply in enumerate(self._replies):
+            yield index, Chunk(reply.text, reply.tokens, reply.finish_reason, reply.stats, reply.logprobs)
+
+    async def replies(self) -> list[Reply]:
+        return list(self._replies)
+
+
+def answers_to(
+    service: Service, model: Model, prompts: Sequence[Sequence[int]], n: int, params: Mapping[str, Any], user: str
+) -> Answers:
+    """The answers to a request: those kept of an equal one, or new ones. Raises: as Answers."""
+    key = service.results.key(model, prompts, n, params, user)
+    if (found := service.results.get(key)) is not None:
+        return Kept(found, n)
+    return Answers(service, model, prompts, n, params, user, key)
 
 
 GRAMMARS = ("grammar", "json_schema", "regex", "response_format")

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from edgert.errors import EdgertError
+from edgert.server.choice import Choice
 from edgert.server.registry import Spec, duration
 
 # Key of a model's table -> argument of `edgert.load`.
@@ -32,8 +35,8 @@ ARGUMENTS = {
 OTHERS = ("model", "aliases", "keep-alive")
 
 
-def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The flags that the file sets, by their names with underscores, and the tables of its models.
+def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Choice]]:
+    """The flags that the file sets, by their names with underscores, the tables of its models, and its choices.
 
     Raises: EdgertError for a file that is no TOML.
     """
@@ -46,7 +49,18 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     models = content.pop("models", {})
     if not isinstance(models, dict) or not all(isinstance(table, dict) for table in models.values()):
         raise EdgertError(f"{path}: models must be tables such as [models.NAME].")
-    return {name.replace("-", "_"): value for name, value in content.items()}, models
+    choices = content.pop("choice", {})
+    if not isinstance(choices, dict) or not all(isinstance(table, dict) for table in choices.values()):
+        raise EdgertError(f"{path}: choices must be tables such as [choice.NAME].")
+    flags = {name.replace("-", "_"): value for name, value in content.items()}
+    return flags, models, {name: _choice(name, table, path) for name, table in choices.items()}
+
+
+def _choice(name: str, table: Mapping[str, Any], path: str | Path) -> Choice:
+    try:
+        return msgspec.convert({"name": name, **table}, Choice)
+    except msgspec.ValidationError as error:
+        raise EdgertError(f"{path}: choice.{name}: {error}.") from None
 
 
 def specs(models: Mapping[str, Mapping[str, Any]], where: str) -> list[Spec]:

@@ -71,14 +71,14 @@ class Generating(msgspec.Struct, kw_only=True):
         return {"enable_thinking": bool(self.think)} | effort
 
 
-class ChatRequest(Generating, kw_only=True):
+class ApiChatRequest(Generating, kw_only=True):
     """POST /api/chat."""
 
     messages: list[dict[str, Any]] = []
     tools: list[dict[str, Any]] | None = None
 
 
-class GenerateRequest(Generating, kw_only=True):
+class ApiGenerateRequest(Generating, kw_only=True):
     """POST /api/generate."""
 
     prompt: str = ""
@@ -115,7 +115,7 @@ class NamedRequest(msgspec.Struct, kw_only=True):
 async def chat(request: Request) -> ASGIApp:
     """POST /api/chat."""
     service = services.of(request)
-    body = await service.body(request, ChatRequest)
+    body = await service.body(request, ApiChatRequest)
     box = Toolbox.of(body.tools)
     async with AsyncExitStack() as stack:
         work = await _enter(stack, request, body)
@@ -130,7 +130,7 @@ async def chat(request: Request) -> ASGIApp:
 async def generate(request: Request) -> ASGIApp:
     """POST /api/generate."""
     service = services.of(request)
-    body = await service.body(request, GenerateRequest)
+    body = await service.body(request, ApiGenerateRequest)
     if body.images:
         raise RequestError("images", "are not supported")
     if body.suffix:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -14,19 +14,24 @@ from starlette.responses import Response
 from edgert.errors import EdgertError
 from edgert.reply import Progress
 from edgert.server import service as services
-from edgert.server.answers import Answers, compiled, timings
+from edgert.server.answers import Answers, Kept, answers_to, compiled, timings
+from edgert.server.body import parse, read
 from edgert.server.chatting import prepare
 from edgert.server.errors import ApiError
 from edgert.server.requests import MAX_CHOICES, ChatRequest, CompletionRequest, Generating
 from edgert.server.shapes import ChatShape, CompletionShape, Shape
 from edgert.server.sse import DONE, EventStream, event, until_left
 from edgert.server.tools import Toolbox
+from edgert.server.upstream import first_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from edgert.model import Model
     from edgert.server.registry import Loaded
+
+
+Body = TypeVar("Body", bound=Generating)
 
 
 def answer(value: Any, status: int = 200) -> Response:
@@ -36,22 +41,50 @@ def answer(value: Any, status: int = 200) -> Response:
 
 async def chat_completions(request: Request) -> ASGIApp:
     """POST /v1/chat/completions."""
-    service = services.of(request)
-    body = await service.body(request, ChatRequest)
-    box = Toolbox.of(body.tools, body.tool_choice, body.parallel_tool_calls)
-    async with AsyncExitStack() as stack:
-        model = (await enter(stack, request, body, body.choices)).model
-        chat = await prepare(model, body.messages, body.params(), box, body.template_kwargs())
-        shape = ChatShape(service.registry.find(body.model).spec.name, model, chat.parser)
-        user = services.owner(request, body.user)
-        answers = Answers(service, model, [chat.ids], body.choices, chat.params, user)
-        return await respond(stack, request, body, shape, answers)
+    return await _or_upstream(request, "/chat/completions", ChatRequest, _chat)
 
 
 async def completions(request: Request) -> ASGIApp:
     """POST /v1/completions."""
+    return await _or_upstream(request, "/completions", CompletionRequest, _complete)
+
+
+async def _or_upstream(
+    request: Request, path: str, kind: type[Body], work: Callable[[Request, Body], Awaitable[ASGIApp]]
+) -> ASGIApp:
+    """What `work` answers, or the upstream server where there is one and this one cannot."""
     service = services.of(request)
-    body = await service.body(request, CompletionRequest)
+    raw = await read(request, service.settings.max_body)
+    body = parse(raw, kind)
+    try:
+        return await work(request, body)
+    except Exception as error:
+        if service.upstream and service.upstream.takes(error):
+            return await service.upstream.forward(path, raw, error)
+        raise
+
+
+async def _chat(request: Request, body: ChatRequest) -> ASGIApp:
+    service = services.of(request)
+    box = Toolbox.of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    user = services.owner(request, body.user)
+    if choice := service.choices.get(body.model or ""):
+        body.model = choice.large
+        async with AsyncExitStack() as stack:
+            model = (await service.enter(stack, request, choice.small, user=body.user)).model
+            chat = await prepare(model, body.messages, body.params(), box, body.template_kwargs())
+            if not choice.too_long(len(chat.ids)) and await choice.is_sure(model, chat.ids, chat.params, user):
+                body.model = choice.small
+    async with AsyncExitStack() as stack:
+        model = (await enter(stack, request, body, body.choices)).model
+        chat = await prepare(model, body.messages, body.params(), box, body.template_kwargs())
+        shape = ChatShape(service.registry.find(body.model).spec.name, model, chat.parser)
+        answers = answers_to(service, model, [chat.ids], body.choices, chat.params, user)
+        return await respond(stack, request, body, shape, answers)
+
+
+async def _complete(request: Request, body: CompletionRequest) -> ASGIApp:
+    service = services.of(request)
     prompts, n = body.prompts(), body.choices
     if n * len(prompts) > MAX_CHOICES:
         raise ApiError(400, f"prompt: asks for more than {MAX_CHOICES} answers at once.", param="prompt")
@@ -62,7 +95,7 @@ async def completions(request: Request) -> ASGIApp:
         ids = [await asyncio.to_thread(model.tokenize, p) if isinstance(p, str) else p for p in prompts]
         echoes = [p if isinstance(p, str) else model.detokenize(p) for p in prompts] if body.echo else []
         shape = CompletionShape(service.registry.find(body.model).spec.name, model, echoes, n)
-        answers = Answers(service, model, ids, n, params, services.owner(request, body.user))
+        answers = answers_to(service, model, ids, n, params, services.owner(request, body.user))
         return await respond(stack, request, body, shape, answers)
 
 
@@ -76,8 +109,13 @@ async def enter(stack: AsyncExitStack, request: Request, body: Generating, answe
 async def respond(stack: AsyncExitStack, request: Request, body: Generating, shape: Shape, answers: Answers) -> ASGIApp:
     """Sends the answers as events or whole; the stack is closed when they have ended."""
     stack.callback(answers.close)
+    if isinstance(answers, Kept):
+        shape.mark("result-cache")
     if body.stream:
-        parts = stream(body, shape, answers)
+        upstream = services.of(request).upstream
+        parts = stream(body, shape, answers, bool(upstream))
+        if upstream:  # which takes what has waited too long, as long as nothing was said
+            parts = await until_left(request.receive, first_of(parts))
         return EventStream(parts, done=stack.pop_all().aclose)
     replies = await until_left(request.receive, answers.replies())
     choices = [shape.choice(index, reply) for index, reply in enumerate(replies)]
@@ -86,16 +124,26 @@ async def respond(stack: AsyncExitStack, request: Request, body: Generating, sha
     )
 
 
-async def stream(body: Generating, shape: Shape, answers: Answers) -> AsyncGenerator[bytes, None]:
-    """The events of a streamed answer: what begins each choice, its pieces, its end; then the counts."""
+async def stream(
+    body: Generating, shape: Shape, answers: Answers, patient: bool = False
+) -> AsyncGenerator[bytes, None]:
+    """The events of a streamed answer: what begins each choice, its pieces, its end; then the counts.
+
+    patient:  says nothing before the engine has begun
+    """
     head = shape.head(shape.part)
     usage: dict[str, Any] = {"usage": None} if body.include_usage else {}
-    for index in range(answers.count):
-        for choice in shape.begin(index):
+    begun = [choice for index in range(answers.count) for choice in shape.begin(index)]
+    if not patient:
+        for choice in begun:
             yield event(head | {"choices": [choice]} | usage)
-    async with aclosing(answers.pieces(bool(body.return_progress))) as pieces:
+    async with aclosing(answers.pieces(bool(body.return_progress) or patient)) as pieces:
         async for index, item in pieces:
+            while patient and begun:
+                yield event(head | {"choices": [begun.pop(0)]} | usage)
             if isinstance(item, Progress):
+                if not body.return_progress:
+                    continue
                 report = {"total": item.total, "cache": item.cache, "processed": item.processed}
                 facts = {"prompt_progress": report | {"time_ms": item.time_ms}}
                 yield event(head | {"choices": [shape.empty(index)]} | usage | facts)
@@ -111,8 +159,14 @@ async def stream(body: Generating, shape: Shape, answers: Answers) -> AsyncGener
 
 async def models(request: Request) -> Response:
     """GET /v1/models."""
-    registry = services.of(request).registry
-    return answer({"object": "list", "data": [_model(place) for place in registry.places.values()]})
+    service = services.of(request)
+    data = [_model(place) for place in service.registry.places.values()]
+    data += [
+        {"id": name, "object": "model", "created": service.registry.default.created, "owned_by": "edgert"}
+        | {"aliases": [], "meta": {"small": choice.small, "large": choice.large}}
+        for name, choice in service.choices.items()
+    ]
+    return answer({"object": "list", "data": data})
 
 
 async def one_model(request: Request) -> Response:

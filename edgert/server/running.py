@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,12 @@ import uvicorn
 from edgert.errors import DoesNotFitError, EdgertError
 from edgert.server.admission import Admission
 from edgert.server.app import create_app
+from edgert.server.choice import Choice
 from edgert.server.metrics import Metrics
 from edgert.server.registry import Registry, Spec
+from edgert.server.results import Results
 from edgert.server.service import Service, Settings
+from edgert.server.upstream import Upstream
 
 if TYPE_CHECKING:
     from edgert.model import Model
@@ -76,9 +79,25 @@ def service_of(
     parallel: int = 8,
     queue: int = 256,
     models_max: int = 0,
+    upstream: Upstream | None = None,
+    result_cache: int = 0,
+    choices: Mapping[str, Choice] | None = None,
 ) -> Service:
-    """A service of its own."""
-    return Service(Registry(specs, load, models_max), Admission(parallel, queue), settings or Settings(), Metrics())
+    """A service of its own. Raises: EdgertError for a choice among models that are not served."""
+    registry = Registry(specs, load, models_max)
+    for choice in (choices or {}).values():
+        for name in (choice.small, choice.large):
+            if name not in registry.places:
+                raise EdgertError(f"choice.{choice.name}: {name} is none of the models that are served.")
+    return Service(
+        registry,
+        Admission(parallel, queue),
+        settings or Settings(),
+        Metrics(),
+        upstream,
+        Results(result_cache),
+        choices or {},
+    )
 
 
 class Runner:

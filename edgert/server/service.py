@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,7 +13,10 @@ from starlette.requests import Request
 
 from edgert.server.admission import Admission
 from edgert.server.body import T, parse, read
+from edgert.server.choice import Choice
 from edgert.server.metrics import Metrics
+from edgert.server.results import Results
+from edgert.server.upstream import Upstream
 
 if TYPE_CHECKING:
     from edgert.server.registry import Loaded, Registry
@@ -54,6 +58,9 @@ class Service:
     admission: Admission
     settings: Settings
     metrics: Metrics
+    upstream: Upstream | None = None
+    results: Results = field(default_factory=lambda: Results(0))
+    choices: Mapping[str, Choice] = field(default_factory=dict)
 
     async def body(self, request: Request, kind: type[T]) -> T:
         """The request's body. Raises: ApiError 400 that names the field, or 413."""

@@ -27,12 +27,16 @@ class Shape(ABC):
 
     def __init__(self, name: str, model: Model) -> None:
         self.model = model
-        self._head = {
+        self._head: Json = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": name,
             "system_fingerprint": f"edgert-{edgert.__version__}",
         }
+
+    def mark(self, who: str) -> None:
+        """Says in every part who has answered."""
+        self._head["served_by"] = who
 
     def head(self, kind: str) -> Json:
         """The fields that all parts of an answer share."""

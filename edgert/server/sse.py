@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -48,11 +48,14 @@ class EventStream:
         media_type: bytes = b"text/event-stream",
         ping: bytes = b": ping\n\n",
         done: Callable[[], Awaitable[None]],
+        headers: Mapping[str, str] | None = None,
     ) -> None:
+        self._headers = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
         self._parts, self._failed, self._media_type, self._ping, self._done = parts, failed, media_type, ping, done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", self._media_type), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
+        headers += self._headers
 
         async def write(body: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": more})

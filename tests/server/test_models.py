@@ -208,7 +208,8 @@ def test_a_configuration(tmp_path: Path) -> None:
         '[models.small]\nmodel = "smollm2"\naliases = ["s"]\nkeep-alive = "5m"\n'
         "ctx-size = 512\nsampling = {temperature = 0.0}\n[models.gemma3]\n"
     )
-    flags, models = config.read(path)
+    flags, models, choices = config.read(path)
+    assert choices == {}
     assert flags == {"host": "127.0.0.1", "port": 0, "queue": 7}
     small, gemma = config.specs(models, "edgert.toml")
     assert (small.name, small.source, small.aliases, small.keep_alive) == ("small", "smollm2", ("s",), 300)
@@ -224,6 +225,8 @@ def test_a_configuration(tmp_path: Path) -> None:
         ("[models.a]\ncolour = 1", "models.a.colour"),
         ("models = 5", "must be tables"),
         ('[models.a]\nkeep-alive = "soon"', "keep_alive"),
+        ('[choice.auto]\nsmall = "a"', "large"),
+        ('[choice.auto]\nsmall = "a"\nlarge = "b"\nsure = "x"', "choice.auto"),
     ],
 )
 def test_configurations_that_are_refused(tmp_path: Path, content: str, said: str) -> None:

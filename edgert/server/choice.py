@@ -1,0 +1,46 @@
+"""A name that stands for a small and a large model: the small one answers what it is sure of. Off unless configured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edgert.model import Model
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The rule.
+
+    name:        what requests call it
+    small, large:  names of models
+    prompt:      prompts of more tokens go to the large one; 0: of any length may stay
+    tokens:      so many first tokens of the small one's answer are looked at; 0: none
+    sure:        their mean probability (geometric) from which on the small one answers
+    """
+
+    name: str
+    small: str
+    large: str
+    prompt: int = 0
+    tokens: int = 8
+    sure: float = 0.5
+
+    def too_long(self, n_prompt: int) -> bool:
+        """Whether the prompt's length alone decides for the large model."""
+        return 0 < self.prompt < n_prompt
+
+    async def is_sure(self, model: Model, ids: Sequence[int], params: Mapping[str, Any], user: str) -> bool:
+        """Whether the small model's first tokens are as probable to it as they must be; it reads the prompt for this,
+        which is then cached for its answer."""
+        if not self.tokens:
+            return True
+        grammar = {name: params[name] for name in ("grammar", "logit_bias") if params.get(name) is not None}
+        reply = await model.agenerate(ids, max_tokens=self.tokens, temperature=0.0, logprobs=True, user=user, **grammar)
+        if not reply.logprobs:
+            return True
+        mean = math.fsum(score.logprob for score in reply.logprobs) / len(reply.logprobs)
+        return math.exp(mean) >= self.sure
