@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-TOPICS = "tea rain stars bread rivers maps clocks music trains bees".split()
+TOPICS = ["tea", "rain", "stars", "bread", "rivers", "maps", "clocks", "music", "trains", "bees"]
 FORM = {
     "type": "object",
     "properties": {"word": {"type": "string", "maxLength": 12}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
@@ -211,7 +211,7 @@ def soak(model: str, seconds: float, clients: int = 8, threads: int = 2, exchang
         for worker in workers:
             worker.join()
         time.sleep(1)
-        status, text = load.request("GET", "/metrics")
+        _, text = load.request("GET", "/metrics")
         inside = [line for line in text.decode().splitlines() if line.startswith("edgert_answers_inside ")]
         if inside != ["edgert_answers_inside 0.0"]:
             load.fault(f"left inside: {inside}")
