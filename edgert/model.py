@@ -151,6 +151,8 @@ def load(
         **backend_options,
     )
     try:
+        if n_parallel is not None:
+            engine.prepare(n_parallel)
         speculator = loading.speculator(
             path, engine, speculation, n_threads=n_threads, n_parallel=limits.n_parallel, progress=progress
         )

@@ -144,7 +144,7 @@ def run_schedule(
                 engine.submit(task)
                 tasks.append(task)
             except QueueFullError as error:
-                assert error.n_waiting == 6 == len(engine._queue) and error.retry_after >= 1
+                assert error.n_waiting == len(engine._queue) >= 6 and error.retry_after >= 1
                 n_refused += 1
         elif action[0] == "step":
             for _ in range(action[1]):

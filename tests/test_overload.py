@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ def test_six_hundred_at_once() -> None:
         try:
             stream = model.generate(text(i, 5), True, max_tokens=4)
         except QueueFullError as error:
-            assert error.n_waiting == 100 and error.retry_after >= 1
+            assert 100 <= error.n_waiting <= 104 and error.retry_after >= 1
             refused.append(time.perf_counter() - began)
         else:
             answered.append(stream.reply().tokens == told(text(i, 5), 4))
@@ -64,12 +65,27 @@ def test_six_hundred_at_once() -> None:
     hold.set()
     for thread in threads:
         thread.join(30)
-    assert len(refused) in (496, 497, 498, 499)  # up to four began, as the threads had it
-    assert all(answered) and len(answered) == 600 - len(refused)
+    assert len(refused) == 496
+    assert all(answered) and len(answered) == 104
     assert sorted(refused)[len(refused) // 2] < 0.1
     assert engine.snapshot().refused == len(refused)
     model.close()
     engine.close()
+
+
+def test_without_a_queue_free_places_are_taken_and_no_more() -> None:
+    engine = by_hand(PagedFake(), Limits(n_parallel=2, n_queue=0))
+    tasks = [generation([i], max_tokens=3) for i in range(3)]
+    for task in tasks[:2]:
+        engine.submit(task)
+    for _ in range(2):
+        with pytest.raises(QueueFullError):
+            engine.submit(tasks[2])
+        engine._turn()
+    finish(engine, tasks[:2])
+    engine.submit(tasks[2])
+    finish(engine, tasks)
+    assert [result(task)[0] for task in tasks] == [told([i], 3) for i in range(3)]
 
 
 def test_who_waits_too_long_is_told_so() -> None:
@@ -305,6 +321,35 @@ def test_replies_longer_than_expected_make_way_and_lose_nothing() -> None:
     for i, task in enumerate(tasks):
         tokens, end = result(task)
         assert end == "length" and tokens == told(text(i, 20), len(tokens)) and len(tokens) == 581
+
+
+# Leaving
+
+
+def test_who_leaves_gives_everything_back_within_a_step() -> None:
+    """At any moment, in the queue, in the prompt, in the reply: 300 times; without the cache no page is left."""
+    backend = PagedFake(n_ctx=400, n_batch=16, n_seq_max=3)
+    engine = by_hand(backend, Limits(n_parallel=2, prefix_cache="off"))
+    rng, where = random.Random(3), Counter[str]()
+    for trial in range(100):
+        tasks = [generation(text(3 * trial + i, 100), max_tokens=20) for i in range(3)]
+        for task in tasks:
+            engine.submit(task)
+        for _ in range(rng.randrange(30)):
+            engine._turn()
+        for task in rng.sample(tasks, 3):
+            if not task.done:
+                where["queue" if task.waiting else "reply" if task.n_predicted else "prompt"] += 1
+            task.cancelled = True
+            engine._turn()
+            assert task.done
+        assert backend.n_pages == 0 and not engine._running and not len(engine._queue)
+        for task in tasks:
+            tokens, end = result(task)
+            assert end in ("cancelled", "length") and tokens == told(
+                text(3 * trial + tasks.index(task), 100), len(tokens)
+            )
+    assert min(where["queue"], where["prompt"], where["reply"]) > 20
 
 
 # Faults

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,3 +73,37 @@ def test_cold_warm_and_partly_warm(types: str, tiny_model: Callable[..., Path]) 
             assert again[1].stats.cache_n == len(prompt) - 1
             with load(path, types, 256) as fresh:
                 assert fresh.generate(prompt, **GREEDY).tokens == partly.tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_many_at_once_say_what_each_says_alone(family: str, tiny_model: Callable[..., Path]) -> None:
+    """Six clients whose prompts begin alike, in less memory than they want, on real pages."""
+    window = {"window": 48} if family == "gemma3" else {}
+    path = tiny_model(family, quant=Type.F32, n_ctx=1024, **window)
+    rng = np.random.default_rng(6)
+    beginnings = [rng.integers(0, 384, 300).tolist() for _ in range(2)]
+    prompts = [
+        beginnings[i % 2][: int(rng.integers(1, 300))] + rng.integers(0, 384, int(rng.integers(1, 50))).tolist()
+        for i in range(30)
+    ]
+    options: dict[str, Any] = {"backend": "cpu", "n_ctx": 512, "n_threads": 2, "spec": "off"}
+    with edgert.load(path, prefix_cache="off", n_parallel=1, **options) as model:
+        alone = [model.generate(prompt, **GREEDY).tokens for prompt in prompts]
+        assert model.snapshot().cached_tokens == 0
+    with edgert.load(path, n_parallel=4, n_cached=900, **options) as model:
+        found: dict[int, list[int]] = {}
+
+        def client(first: int) -> None:
+            for i in range(first, len(prompts), 6):
+                found[i] = model.generate(prompts[i], user=f"u{first}", **GREEDY).tokens
+
+        threads = [threading.Thread(target=client, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [found[i] for i in range(len(prompts))] == alone
+        counts = model.snapshot()
+        assert counts.finished == 30 and counts.prefix_hits > 10 and counts.prefix_evictions > 0
+        assert counts.batch_sequences >= 1
+        assert counts.kv_bytes <= counts.kv_bytes_total * 1.5 if family == "llama" else True

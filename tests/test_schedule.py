@@ -148,6 +148,24 @@ def test_who_waits_too_long_is_found_and_forgotten() -> None:
     assert queue.take(9.0) is never
 
 
+def test_who_left_is_not_kept() -> None:
+    """Many come and leave behind one who waits: what is left of them is bounded."""
+    queue = Queue(3)
+    queue.add(task("first", priority=1))
+    queue.add(task("other", wait=1e6))
+    for _ in range(1000):
+        gone = task("other", wait=1e6)
+        queue.add(gone)
+        queue.drop(gone)
+    assert sum(map(len, queue._heaps.values())) < 100 and len(queue._timed) < 100
+    for i in range(10_000):
+        passing = task(f"user {i}")
+        queue.add(passing)
+        queue.drop(passing)
+    assert len(queue._served) <= 4100 and len(queue._heaps) < 100
+    assert order(queue) == ["first", "other"]
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["add", "take", "drop", "back", "end", "late"]), st.integers(0, 3))))
 def test_nobody_is_lost_or_comes_twice(actions: list[tuple[str, int]]) -> None:

@@ -106,7 +106,7 @@ class Engine:
             task.end = task.arrived + task.timeout
             task.queue_end = min(task.end, task.arrived + task.queue_timeout)
             try:
-                self._queue.add(task)
+                self._queue.add(task, self.n_parallel - len(self._running))
             except QueueFullError:
                 self._counters.refused += 1
                 raise

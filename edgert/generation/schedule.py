@@ -49,9 +49,9 @@ class Queue:
     def __iter__(self) -> Iterator[Task]:
         return (task for heap in self._heaps.values() for _, _, task in heap if task.waiting)
 
-    def add(self, task: Task) -> None:
-        """Puts a new task in. Raises: QueueFullError."""
-        if self.limit is not None and self.n >= self.limit:
+    def add(self, task: Task, free: int = 0) -> None:
+        """Puts a new task in; so many places are free, for which one need not wait. Raises: QueueFullError."""
+        if self.limit is not None and self.n >= self.limit + free:
             raise QueueFullError(self.n, self.retry_after)
         user = task.user
         if not self._active[user]:
@@ -74,6 +74,7 @@ class Queue:
         end = task.end if task.begun else task.queue_end
         if end < math.inf:
             heapq.heappush(self._timed, (end, task.order, task))
+            self._clean()
         self.n += 1
 
     def drop(self, task: Task) -> None:
@@ -82,6 +83,20 @@ class Queue:
             task.waiting = False
             self.n -= 1
             self._leave(task)
+            self._clean()
+
+    def _clean(self) -> None:
+        """Lets go of tasks that wait no more, once they are the greater part of a heap."""
+        if len(self._timed) > 2 * self.n + 64:
+            self._timed = [entry for entry in self._timed if entry[2].waiting]
+            heapq.heapify(self._timed)
+        if sum(map(len, self._heaps.values())) > 2 * self.n + 64:
+            for user, heap in list(self._heaps.items()):
+                if heap := [entry for entry in heap if entry[2].waiting]:
+                    heapq.heapify(heap)
+                    self._heaps[user] = heap
+                else:
+                    del self._heaps[user]
 
     def ended(self, task: Task) -> None:
         """Says that a task which had been taken is done."""

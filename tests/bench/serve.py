@@ -22,7 +22,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-WORDS = "time year people way day man thing woman life child world school state family student group country".split()
+WORDS = [
+    "time",
+    "year",
+    "people",
+    "way",
+    "day",
+    "man",
+    "thing",
+    "woman",
+    "life",
+    "child",
+    "world",
+    "school",
+    "state",
+    "family",
+    "student",
+    "group",
+    "country",
+]
 
 
 class Client:
