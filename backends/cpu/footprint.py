@@ -21,9 +21,9 @@ N_BATCH = 512  # tokens of one prefill step
 LANES = 16  # rows of a panel; with 8 the padding is less
 
 # Python with Numba's compiler and the tokenizer: resident memory of a loaded model less its weights, cache and
-# buffers. Measured on x86-64 Linux with vocabularies of 49,152 and of 262,144 tokens: 91 MB and 129 MB.
-PROGRAM = 82_000_000
-PROGRAM_PER_TOKEN = 181
+# buffers. Measured on x86-64 Linux with vocabularies of 49,152 and of 262,144 tokens: 77 MB and 105 MB.
+PROGRAM = 71_000_000
+PROGRAM_PER_TOKEN = 128
 
 
 @dataclass(frozen=True)
