@@ -184,14 +184,18 @@ def test_shards_have_the_size_that_was_asked_for(floats: Path, tmp_path: Path):
         assert file.tensors.keys() == report.types.keys()
 
 
-def test_a_grid_that_weights_were_trained_for_is_kept(floats: Path, tiny_model: TinyModel, tmp_path: Path):
+@pytest.mark.parametrize("budget", ["q4_0", 5.0])
+def test_a_grid_that_weights_were_trained_for_is_kept(
+    floats: Path, tiny_model: TinyModel, tmp_path: Path, budget: str | float
+):
+    """By the name of its type, and where types are chosen: nothing is lost there."""
     with GGUFFile.open(floats) as file:
         values = file.tensors["blk.0.ffn_up.weight"].dequantize()
     on_grid = gguf.dequantize(gguf.quantize(values * 3, Type.Q4_0), Type.Q4_0)
     weights = {"blk.0.ffn_up.weight": on_grid}
     source = tiny_model("llama", n_embd=256, head_dim=64, n_ff=512, quant=Type.BF16, weights=weights)
-    report = quantize(source, tmp_path / "out.gguf", budget="q4_0", calibration=(), report=False)
-    assert report.methods["blk.0.ffn_up.weight"] == "grid"
+    report = quantize(source, tmp_path / "out.gguf", budget=budget, calibration=(), report=False)
+    assert [name for name, method in report.methods.items() if method == "grid"] == ["blk.0.ffn_up.weight"]
     with GGUFFile.open(tmp_path / "out.gguf") as file:
         np.testing.assert_allclose(
             file.tensors["blk.0.ffn_up.weight"].dequantize(), on_grid, rtol=2**-8
