@@ -44,6 +44,7 @@ from edgert.quantize.work_folder import WorkFolder
 
 DEFAULT = ("default",)  # the sets that come with the package
 PROBE_CHUNKS = 8  # that the model reads for each probe of its sensitivity
+FEW_TOKENS = 8192  # calibrated on less, rounding is fitted to chance
 CHUNK = 512  # tokens that the model reads at a time while it is calibrated, as llama.cpp's imatrix has them
 
 
@@ -399,6 +400,9 @@ class Quantizer:
     def _report(self, plan: Plan) -> Report:
         source, statistics = self.source, self._statistics
         types = sorted({tensor.format.name for tensor in source.tensors.values()})
+        n_tokens = statistics.n_chunks * statistics.chunk_size if statistics else 0
+        if statistics and self.settings.calibration and n_tokens < FEW_TOKENS:
+            self.notices.append(f"calibrated on {n_tokens:,} tokens only: {FEW_TOKENS:,} or more tell what matters")
         return Report(
             source=str(source.path),
             source_types=tuple(types),
@@ -409,7 +413,7 @@ class Quantizer:
             skipped=list(source.skipped),
             notices=[*source.notices, *dict.fromkeys(self.notices)],
             calibration=tuple(statistics.datasets) if statistics else (),
-            calibration_tokens=statistics.n_chunks * statistics.chunk_size if statistics else 0,
+            calibration_tokens=n_tokens,
             predicted_kld=plan.predicted_loss,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from edgert.errors import EdgertError
 from edgert.quantize.calibration_text import cut, default_texts, read_text
 from edgert.quantize.engine import Engine
 
@@ -19,6 +21,7 @@ Chunks = list[NDArray[np.int32]]
 PERIOD = 8  # of so many pieces of a text one decides and one is held out
 DECIDES, HELD_OUT = 3, 7  # which ones
 MOST = 16  # held-out pieces of a text
+LEAST = 16  # tokens to compare on
 
 
 @dataclass
@@ -58,13 +61,21 @@ class TextParts:
             training.append([piece for i, piece in enumerate(pieces) if i % PERIOD not in (DECIDES, HELD_OUT)])
             judging.append(pieces[DECIDES::PERIOD])
             if not report:
-                parts.held_out[_label(text.name)] = pieces[HELD_OUT::PERIOD][:MOST]
+                parts._hold_out(text.name, pieces[HELD_OUT::PERIOD][:MOST])
         n_pieces = max(1, n_tokens // n_ctx)
         parts.training = _by_turns(training)[:n_pieces]
         parts.judging = _by_turns(judging)[: max(1, n_pieces // PERIOD)] or parts.training[::PERIOD]
         for name in report:
-            parts.held_out[_label(os.fspath(name))] = cut(engine, [read_text(engine, name)], n_ctx, MOST)
+            parts._hold_out(os.fspath(name), cut(engine, [read_text(engine, name)], n_ctx, MOST))
         return parts
+
+    def _hold_out(self, name: str, pieces: Chunks) -> None:
+        if sum(map(len, pieces)) < LEAST:
+            raise EdgertError(f"The text {name} is too short to compare on: it has {sum(map(len, pieces))} tokens, and "
+                              f"{LEAST} are the least.")  # fmt: skip
+        label = _label(name)
+        taken = [one for one in self.held_out if one == label or re.fullmatch(re.escape(label) + r"-\d+", one)]
+        self.held_out[f"{label}-{len(taken) + 1}" if taken else label] = pieces
 
 
 def _by_turns(texts: Sequence[Chunks]) -> Chunks:

@@ -284,6 +284,26 @@ def test_weights_that_are_no_numbers_leave_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_texts_of_one_name_and_short_ones(
+    tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    source, out = tiny_model("llama", quant=Type.BF16), tmp_path / "out.gguf"
+    (tmp_path / "other").mkdir()
+    texts = [tmp_path / "t.txt", tmp_path / "other" / "t.txt"]
+    for i, text in enumerate(texts):
+        text.write_text("hello world and hello in the world " * (20 + i))
+    (tmp_path / "one.txt").write_text("a")
+    fast = (source, "-o", out, "--fast", "--type", "q8_0", "-t", 1)
+    report = run(*fast, "--report-text", texts[0], "--report-text", texts[1])
+    assert list(report["domains"]) == ["t", "t-2"]
+    assert report["domains"]["t-2"]["n_tokens"] > report["domains"]["t"]["n_tokens"]
+    out.unlink()
+    assert "too short to compare on" in refusal(capsys, *fast[:-2], "--report-text", tmp_path / "one.txt")
+    assert not out.exists()
+    report = run(source, "-o", out, "--bpw", "6", "--calibration", texts[0], "-t", 1)
+    assert any("tokens only" in notice for notice in report["notices"])
+
+
 def test_a_text_that_is_not_there_leaves_nothing(
     tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -1,0 +1,20 @@
+"""What many tests here need: compiled kernels."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels(request: pytest.FixtureRequest) -> None:
+    """Where most of these tests run, their kernels are compiled by all processors before, not one by one on use."""
+    from edgert.quantize.kernels_ahead import compile_ahead
+    from edgert.quantize.rounding import GRIDS
+
+    if len({item.path for item in request.session.items if "quantize" in item.path.parts}) < 10:
+        return
+    run = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")  # what edgert multiplies with
+    jobs = [(name, way) for name in GRIDS for way in ("plain", "search")] + [(name, "feedback") for name in run]
+    compile_ahead(jobs, os.cpu_count() or 1)
