@@ -45,9 +45,9 @@ def read_text(engine: Engine, source: str | os.PathLike[str]) -> Text:
     name = os.fspath(source)
     path = BUILT_IN.get(name, Path(name))
     text = _read(path)
-    if not text.strip():
-        raise EdgertError(f"The text {name} is empty.")
     if path.suffix != ".jsonl":
+        if not text.strip():
+            raise EdgertError(f"The text {name} is empty.")
         return Text(name, engine.tokenize(text.removesuffix("\n")))  # as llama.cpp reads a prompt file
     parts = list(_entries(engine, path, text, lenient=name in BUILT_IN))
     if not parts:
