@@ -301,3 +301,20 @@ def test_a_real_model_fills_in_a_form(smollm2_path: Path, options: dict[str, Any
             assert not re.search(r"\s{4}", reply.text)
             texts.add(reply.text)
     assert len(texts) > 1
+
+
+@pytest.mark.slow
+def test_fifty_forms_end_by_themselves(smollm2_path: Path) -> None:
+    import edgert
+
+    schema = {"type": "object", "properties": {"city": {"type": "string"}, "population": {"type": "integer"}}}
+    schema |= {"required": ["city", "population"], "additionalProperties": False}
+    messages = [{"role": "user", "content": "Name a city and its population, as JSON."}]
+    with edgert.load(smollm2_path, n_threads=1, n_parallel=8) as model:
+        asked = {"json_schema": schema, "max_tokens": 300}
+        streams = [model.chat(messages, True, seed=seed, **asked) for seed in range(50)]  # type: ignore[call-overload]
+        replies = [stream.reply() for stream in streams]
+    for reply in replies:
+        assert reply.finish_reason == "stop"
+        assert set(json.loads(reply.text)) == {"city", "population"}
+        assert not re.search(r"\s{18}", reply.text)

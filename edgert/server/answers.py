@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,8 @@ class Answers:
         self._began = time.monotonic()
         self._progress: asyncio.Queue[tuple[int, Chunk | Progress | BaseException]] | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._read: dict[int, tuple[Progress, float]] = {}  # how far prompts have been read, and when that was told
+        self._made: Counter[int] = Counter()  # tokens that have come
         self._streams: list[Stream] = []
         self.count = n * len(prompts)
         self.stats: dict[int, Stats] = {}
@@ -71,6 +74,7 @@ class Answers:
             raise
 
     def _on_progress(self, index: int, progress: Progress) -> None:
+        self._read[index] = progress, time.perf_counter()
         if self._progress is not None:
             self._progress.put_nowait((index, progress))
 
@@ -151,6 +155,7 @@ class Answers:
         metrics, last, first = self._service.metrics, self._began, True
         async for chunk in self._streams[index]:
             now = time.monotonic()
+            self._made[index] += len(chunk.tokens)
             if chunk.finish_reason is not None:
                 self._end(index, chunk.finish_reason, chunk.stats)
             if first or chunk.text:
@@ -164,6 +169,16 @@ class Answers:
         self._service.metrics.count(stats, reason)
         if reason == "timeout":
             raise ApiError(504, "The answer took too long.", kind="server_error", code="timeout")
+
+    def so_far(self, index: int) -> Stats | None:
+        """The counts and times of an answer that is not whole yet; None before its prompt has been read."""
+        if index not in self._read:
+            return None
+        progress, told = self._read[index]
+        seconds = time.perf_counter() - told
+        return Stats.of(
+            progress.cache, progress.processed - progress.cache, progress.time_ms / 1e3, self._made[index], seconds
+        )
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's counts; each prompt counts once, whatever number of answers it has."""
@@ -188,6 +203,9 @@ class Kept(Answers):
 
     def close(self) -> None:
         pass
+
+    def so_far(self, index: int) -> Stats | None:
+        return self.stats[index]
 
     async def pieces(self, progress: bool = False) -> AsyncGenerator[tuple[int, Chunk | Progress], None]:
         for index, reply in enumerate(self._replies):

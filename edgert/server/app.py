@@ -64,6 +64,7 @@ def routes() -> list[Route]:
         _post("/tokenize", texts.tokenize),
         _post("/detokenize", texts.detokenize),
         _post("/apply-template", texts.apply_template),
+        _get("/props", texts.props),
         _get("/", pages.page),
         _get("/page/{name}", pages.page),
         _get("/favicon.ico", pages.icon),

@@ -33,15 +33,21 @@ async def prepare(
     params: Mapping[str, Any],
     box: Toolbox | None,
     template_kwargs: Mapping[str, Any],
+    continued: bool = False,
 ) -> Chat:
     """Renders the messages and compiles the grammar, of the request's own or of its tools.
+
+    continued:  the answer goes on from the last message's text
 
     Raises: RequestError or ApiError naming the field.
     """
     if model.template is None:
         raise RequestError("messages", "the model's file has no chat template: use /v1/completions")
     style = tools.style_of(model.template)
+    messages, text = (messages[:-1], messages[-1]["content"]) if continued else (messages, "")
     ids = await asyncio.to_thread(partial(_render, model, messages, box, style, template_kwargs))
+    if text:
+        ids = [*ids, *await asyncio.to_thread(partial(model.tokenize, text, add_special=False))]
     free = not any(params.get(name) is not None for name in GRAMMARS)
     if box and (free or box.choice != "auto") and (grammar := box.grammar(style)):
         if not free:

@@ -72,12 +72,12 @@ async def _chat(request: Request, body: ChatRequest) -> ASGIApp:
         body.model = choice.large
         async with AsyncExitStack() as stack:
             model = (await service.enter(stack, request, choice.small, user=body.user)).model
-            chat = await prepare(model, body.messages, body.params(), box, body.template_kwargs())
+            chat = await prepare(model, body.messages, body.params(), box, body.template_kwargs(), body.continued)
             if not choice.too_long(len(chat.ids)) and await choice.is_sure(model, chat.ids, chat.params, user):
                 body.model = choice.small
     async with AsyncExitStack() as stack:
         model = (await enter(stack, request, body, body.choices)).model
-        chat = await prepare(model, body.messages, body.params(), box, body.template_kwargs())
+        chat = await prepare(model, body.messages, body.params(), box, body.template_kwargs(), body.continued)
         shape = ChatShape(service.registry.find(body.model).spec.name, model, chat.parser)
         answers = answers_to(service, model, [chat.ids], body.choices, chat.params, user)
         return await respond(stack, request, body, shape, answers)
@@ -148,7 +148,8 @@ async def stream(
                 facts = {"prompt_progress": report | {"time_ms": item.time_ms}}
                 yield event(head | {"choices": [shape.empty(index)]} | usage | facts)
                 continue
-            extra = {"timings": timings(item.stats)} if item.stats else {}
+            stats = item.stats or (answers.so_far(index) if body.timings_per_token else None)
+            extra = {"timings": timings(stats)} if stats else {}
             choices = shape.pieces(index, item)
             for choice in choices:
                 yield event(head | {"choices": [choice]} | usage | (extra if choice is choices[-1] else {}))

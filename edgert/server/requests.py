@@ -101,6 +101,21 @@ class ChatRequest(Generating, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def continued(self) -> bool:
+        """Whether the answer goes on from the last message, which is the model's. Raises: ApiError 400."""
+        if not self.continue_final_message:
+            return False
+        if self.add_generation_prompt:
+            field = "continue_final_message"
+            raise ApiError(400, f"{field}: cannot be had together with add_generation_prompt.", param=field)
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+            raise ApiError(400, "messages: the last must be the assistant's text to be continued.", param="messages")
+        return True
 
     def params(self) -> dict[str, Any]:
         given = super().params()

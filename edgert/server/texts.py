@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+import edgert
 from edgert.errors import RequestError
 from edgert.server import service as services
+from edgert.server.errors import ApiError
 from edgert.server.openai import answer
 
 
@@ -84,3 +87,21 @@ async def apply_template(request: Request) -> Response:
         extra = dict(body.chat_template_kwargs or {})
         pieces = await asyncio.to_thread(partial(template.render, body.messages, tools=body.tools, **extra))
         return answer({"prompt": "".join(pieces)})
+
+
+async def props(request: Request) -> Response:
+    """GET /props: what the first model is, and how many answers are made at once."""
+    service = services.of(request)
+    place = service.registry.default
+    if not place.loaded:
+        raise ApiError(503, "The model is not loaded.", kind="unavailable_error", headers={"Retry-After": "1"})
+    model = place.loaded.model
+    return answer(
+        {
+            "model_alias": place.spec.name,
+            "total_slots": service.admission.parallel,
+            "chat_template": getattr(model.template, "source", ""),
+            "default_generation_settings": {"n_ctx": model.n_ctx, "params": asdict(model.defaults)},
+            "build_info": f"edgert-{edgert.__version__}",
+        }
+    )

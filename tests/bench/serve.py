@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import json
 import random
 import statistics
@@ -22,25 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-WORDS = [
-    "time",
-    "year",
-    "people",
-    "way",
-    "day",
-    "man",
-    "thing",
-    "woman",
-    "life",
-    "child",
-    "world",
-    "school",
-    "state",
-    "family",
-    "student",
-    "group",
-    "country",
-]
+WORDS = ["time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"]
 
 
 class Client:
@@ -128,8 +111,8 @@ def stall(client: Client, n_prompt: int, seed: int) -> dict[str, float]:
     client.stream(long, 1, other)
     ended = time.perf_counter()
     reader.join()
-    gaps = [(b - a) for a, b in zip(times[1:], times[2:], strict=False) if a < ended and b > began]
-    usual = [(b - a) for a, b in zip(times[1:], times[2:], strict=False) if b < began or a > ended]
+    gaps = [(b - a) for a, b in itertools.pairwise(times[1:]) if a < ended and b > began]
+    usual = [(b - a) for a, b in itertools.pairwise(times[1:]) if b < began or a > ended]
     return {
         "first_token_of_long_ms": 1e3 * (other[1] - other[0]),
         "median_gap_ms": 1e3 * statistics.median(usual or gaps),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -86,3 +87,31 @@ def test_they_are_what_the_head_reads(tiny_model: Callable[..., Path], family: s
             state = model.embed(ids[: i + 1], "last")
             logits = head @ state
             assert np.corrcoef(logits, row)[0, 1] > 0.999
+
+
+def test_four_in_a_context_that_is_too_small(tiny_model: Callable[..., Path]) -> None:
+    """Each is what it is alone, or ends with "length"; none is wrong."""
+    path = tiny_model("llama", n_ctx=512)
+    with edgert.load(path, n_threads=1) as model:
+        prompts = [model.tokenize(f"hello world {i} and you is a the")[:20] for i in range(4)]
+        alone = [model.generate(ids, max_tokens=100, temperature=0, ignore_eos=True).text for ids in prompts]
+
+    def load(source: str | Path, **_: object) -> edgert.Model:
+        return edgert.load(source, n_threads=1, n_ctx=128, n_cached=128)
+
+    with serving([Spec("tiny", path)], load) as server:
+        texts: dict[int, str] = {}
+
+        def ask(i: int) -> None:
+            reply = server.ok(
+                "/v1/completions", prompt=prompts[i], max_tokens=100, temperature=0, ignore_eos=True, user=f"u{i}"
+            )
+            assert reply["choices"][0]["finish_reason"] == "length"
+            texts[i] = reply["choices"][0]["text"]
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [texts[i] for i in range(4)] == alone

@@ -304,3 +304,31 @@ def test_metrics_count(server: Server) -> None:
     assert value("edgert_predicted_tokens_total") == before[0] + 8
     assert value("edgert_first_token_seconds_count") == before[1] + 2
     assert value("edgert_answers_inside") == 0
+
+
+def test_timings_of_each_piece(server: Server) -> None:
+    events = server.events(CHAT, messages=HI, timings_per_token=True)
+    counts = [event["timings"]["predicted_n"] for event in events if "timings" in event]
+    assert counts == sorted(counts)
+    assert len(counts) > 20
+    assert counts[-1] == len(ANSWER.encode()) + 1
+    assert not any("timings" in event for event in server.events(CHAT, messages=HI)[:-1])
+
+
+def test_an_answer_that_goes_on(server: Server) -> None:
+    begun = [*HI, {"role": "assistant", "content": ANSWER[:7]}]
+    with serving_model(fake_model(says(ANSWER), n_ctx=512)) as other:
+        # The prompt without the begun answer ends with the mark after which ANSWER is said.
+        reply = other.ok(CHAT, messages=begun, continue_final_message=True)
+        assert reply["choices"][0]["message"]["content"] == ANSWER[7:]
+        assert other.fails(CHAT, messages=HI, continue_final_message=True)["param"] == "messages"
+        both = {"continue_final_message": True, "add_generation_prompt": True}
+        assert other.fails(CHAT, messages=begun, **both)["param"] == "continue_final_message"
+
+
+def test_props(server: Server) -> None:
+    status, props = server.get("/props")
+    assert status == 200
+    assert props["total_slots"] == 8
+    assert props["default_generation_settings"]["n_ctx"] == 2048
+    assert "m.content" in props["chat_template"]
