@@ -377,6 +377,19 @@ def test_parts_end_where_the_backend_computes_best() -> None:
     assert all(b - a <= 200 for a, b in pairwise([100, *seen]))
 
 
+def test_prompts_side_by_side_are_read_by_the_windows_that_they_are_read_by_alone() -> None:
+    tasks: Any = [Prompt("a", n) for n in (110, 70, 64, 30, 300, 127)] + [Prompt("b", n) for n in (100, 63)]
+    for turn in range(100):
+        waiting = [each for each in tasks if each.pending]
+        if not waiting:
+            break
+        for each, count in shared_out(waiting, 192, 12, 64, turn):
+            full = (each.n_cached + each.pending) // 64 * 64
+            assert each.n_cached >= full or (each.n_cached % 64, count % 64) == (0, 0)
+            each.pending, each.n_cached = each.pending - count, each.n_cached + count
+    assert turn < 50 and not any(each.pending for each in tasks)
+
+
 def test_tokens_outside_windows_are_few() -> None:
     task: Any = Prompt("a", 300, cached=50)
     seen = []

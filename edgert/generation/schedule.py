@@ -290,6 +290,7 @@ def shared_out(
     if not tasks or budget <= 0:
         return []
     singles = budget if singles is None else singles
+    untorn = budget >= window > 1  # what fills a window waits until all of it has room
     queues: dict[str, list[Task]] = {}
     for task in tasks:
         queues.setdefault(task.user, []).append(task)
@@ -318,7 +319,8 @@ def shared_out(
             count, start = counts.get(id(task), 0), task.slot.n_cached
             if count and count < task.slot.pending:
                 whole = (start + count) // window * window - start
-                count = whole if whole > 0 else count
+                if whole > 0 or (untorn and start % window == 0):
+                    count = max(whole, 0)
             wide = wide_part(start, count, window)
             if count - wide > singles:  # no more than allowed, and first what comes first
                 before = -start % window
