@@ -251,7 +251,7 @@ def _warn_of_oddities(file: Model[Any], tokens: list[bytes], ids: dict[bytes, in
     if len(ids) != len(tokens):
         i, token = next((i, token) for i, token in enumerate(tokens) if ids[token] != i)
         logger.warning(
-            "%s: %d tokens of the vocabulary repeat others, as %d and %d are both %r; text gives the first.",
+            "%s has tokens twice (%d): %d and %d are both %r; text gives the first.",
             file.path,
             len(tokens) - len(ids),
             ids[token],

@@ -80,7 +80,7 @@ class Keys:
 
 
 def warn_default(file: Model[Any], key: str, value: object) -> None:
-    log.warning("%s lacks the key %s: edgert takes %s", file.path, key, value)
+    log.warning("%s lacks the key %s: edgert goes on with %s", file.path, key, value)
 
 
 def describe(
@@ -222,7 +222,7 @@ def _check_tensors(file: Model[Any], architecture: Architecture) -> None:
             )
     if extra:
         shown = ", ".join(extra[:5]) + (" ..." if len(extra) > 5 else "")
-        log.warning("%s: %d tensors are not used: %s", file.path, len(extra), shown)
+        log.warning("%s holds more than the model needs: %d not used, %s", file.path, len(extra), shown)
 
 
 def _wrong_shape(file: Model[Any], name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> ModelFileError:

@@ -52,7 +52,9 @@ def _layers(keys: common.Keys, full: tuple[Layer, ...]) -> tuple[Layer, ...]:
     window = keys.integer("attention.sliding_window", default=-1, least=0)
     if window < 0:
         window = WINDOWS.get(n_layer, 0)
-        common.warn_default(keys.file, keys.name("attention.sliding_window"), window or "none")
+        common.warn_default(
+            keys.file, keys.name("attention.sliding_window"), f"a window of {window}" if window else "no window"
+        )
     if window == 0:
         return full
     rope = Rope(
