@@ -412,7 +412,7 @@ class Quantizer:
             fallbacks=list(plan.fallbacks),
             skipped=list(source.skipped),
             notices=[*source.notices, *dict.fromkeys(self.notices)],
-            calibration=tuple(statistics.datasets) if statistics else (),
+            calibration=tuple(Path(name).name for name in statistics.datasets) if statistics else (),
             calibration_tokens=n_tokens,
             predicted_kld=plan.predicted_loss,
         )

@@ -35,12 +35,12 @@ def test_make_show_join_and_convert(model: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "15 tensors, 4 chunks" in result.output
     made = read_imatrix(out)
-    assert (made.n_chunks, made.chunk_size, made.datasets) == (4, 128, [str(text), "code"])
+    assert (made.n_chunks, made.chunk_size, made.datasets) == (4, 128, [text.name, "code"])
     assert made.counts["token_embd.weight"] == [512]
 
     shown = run("--show", out)
     assert "blk.1.ffn_down.weight" in shown.output
-    assert f"4 chunks of 128 tokens: {text}, code" in shown.output
+    assert f"4 chunks of 128 tokens: text.txt, code" in shown.output
     facts = json.loads(run("--show", out, "--json").stdout)
     row = next(row for row in facts["tensors"] if row["tensor"] == "blk.1.ffn_down.weight")
     importance = made.importance("blk.1.ffn_down.weight")

@@ -106,7 +106,7 @@ def collect(model: str, sources: Sequence[str], n_ctx: int, n_chunks: int | None
                 left = (time.monotonic() - started) / done * (of - done)
                 line.show(f"calibrating {bar(done / of)} chunk {done} of {of}, {left:.0f} s left")
 
-            return calibrate(engine, pieces, datasets=[text.name for text in texts], on_chunk=on_chunk)
+            return calibrate(engine, pieces, datasets=[Path(text.name).name for text in texts], on_chunk=on_chunk)
 
 
 def table(statistics: Statistics) -> dict[str, Any]:
