@@ -36,7 +36,7 @@ from edgert.quantize.progress import OnProgress, silent
 from edgert.quantize.report import Domain, Report, quality_metadata
 from edgert.quantize.rounding import GRIDS
 from edgert.quantize.sensitivity import Sensitivity
-from edgert.quantize.settings import Budget, Settings, n_bytes
+from edgert.quantize.settings import CALIBRATION_TOKENS, Budget, Settings, n_bytes
 from edgert.quantize.source import Source, open_source
 from edgert.quantize.target import check_room, check_target
 from edgert.quantize.text_parts import Chunks, TextParts
@@ -54,6 +54,7 @@ def quantize(
     *,
     budget: Budget | float | int | str | None = None,
     calibration: Sequence[str | os.PathLike[str]] | None = None,
+    calibration_tokens: int = CALIBRATION_TOKENS,
     imatrix: str | os.PathLike[str] | None = None,
     sensitivity: str | os.PathLike[str] | None = None,
     gptq: str = "auto",
@@ -79,6 +80,7 @@ def quantize(
     budget:        bits per weight (4.8 without it), a size such as "95MB", or the name of one of llama.cpp's mixes
                    such as "q4_k_m" or of one type
     calibration:   files and names of text sets; () for none; None for the usual set
+    calibration_tokens: of those texts that are read at most
     imatrix:       importances from a file, in place of calibrating
     sensitivity:   what `edgert sensitivity` measured, in place of measuring
     gptq:          "auto", "on" or "off": error feedback
@@ -92,12 +94,15 @@ def quantize(
         name `out` stays as it is until the new file is whole.
     """
     pins = Pins(tuple((tensor_types or {}).items()), tuple(keep), output_type, embedding_type)
+    if not (isinstance(calibration_tokens, int) and calibration_tokens > 0):
+        raise RequestError("calibration_tokens", f"is {calibration_tokens!r}, and must be a number of tokens")
     if gptq not in ("auto", "on", "off"):
         raise RequestError("gptq", f"is {gptq!r}, and must be auto, on or off")
     names = DEFAULT if calibration is None else tuple(os.fspath(item) for item in calibration)
     settings = Settings(
         budget=Budget.of(budget),
         calibration=() if imatrix is not None else names,
+        calibration_tokens=calibration_tokens,
         imatrix=None if imatrix is None else Path(imatrix),
         sensitivity=None if sensitivity is None else Path(sensitivity),
         gptq=gptq,  # type: ignore[arg-type]

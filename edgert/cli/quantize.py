@@ -24,6 +24,7 @@ HELP = {
     "type": "One of llama.cpp's mixes (q4_k_m, q4_0, ...), or one type for all (bf16, q8_0, ...).",
     "fast": "No calibration: decide by the weights alone.",
     "calibration": "A text (.txt), chats (.jsonl) or the name of a set to calibrate on; may be given again.",
+    "tokens": "Tokens of those texts that are read at most.",
     "imatrix": "Importances from a file (llama.cpp's imatrix) in place of calibrating.",
     "gptq": "Let each weight make up for the rounding of others: always, never, or where it helps on held-out text.",
     "tensor_type": "Give the tensors that REGEX finds in their names this type; may be given again.",
@@ -49,6 +50,7 @@ HELP = {
 @flag("--type", "type_name", help=HELP["type"])
 @flag("--fast", is_flag=True, help=HELP["fast"])
 @flag("--calibration", multiple=True, metavar="FILE|NAME", help=HELP["calibration"])
+@flag("--tokens", type=click.IntRange(2048), default=50_000, show_default=True, help=HELP["tokens"])
 @flag("--imatrix", type=click.Path(exists=True, dir_okay=False, path_type=Path), help=HELP["imatrix"])
 @flag("--gptq", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True, help=HELP["gptq"])
 @flag("--tensor-type", "tensor_types", multiple=True, metavar="REGEX=TYPE", help=HELP["tensor_type"])
@@ -127,6 +129,7 @@ def _python_names(flags: dict[str, Any]) -> dict[str, Any]:
     return flags | {
         "tensor_types": pins,
         "calibration": () if fast else calibration or None,
+        "calibration_tokens": flags.pop("tokens"),
         "n_threads": flags.pop("threads") or default_threads(),
     }
 

@@ -170,6 +170,7 @@ def remembered(path: Path) -> Callable[[str, Callable[[], Figures]], Figures]:
 @click.option("--types", default="Q4_K_M,Q4_K_S,IQ4_NL,Q4_0", show_default=True)
 @click.option("--chunks", "n_chunks", default=16, show_default=True)
 @click.option("--imatrix-chunks", default=100, show_default=True, help="Chunks that the importances are collected on.")
+@click.option("--tokens", default=50_000, show_default=True, help="Tokens that edgert quantize calibrates on at most.")
 @click.option("--noise", default=0.0, show_default=True, help="Share of each matrix's standard deviation.")
 @click.option("-t", "--threads", default=2, show_default=True)
 @click.option("--allow-requantize", is_flag=True)
@@ -183,6 +184,7 @@ def main(
     types: str,
     n_chunks: int,
     imatrix_chunks: int,
+    tokens: int,
     noise: float,
     threads: int,
     allow_requantize: bool,
@@ -213,8 +215,10 @@ def main(
             if not theirs.exists():
                 run(tools / "llama-quantize", *requantize, "--imatrix", imatrix, base, theirs, name, threads)
             if not ours.exists():
-                click.echo(run(*edgert, "quantize", source, "-o", ours, "--size", theirs.stat().st_size, "--no-report",
-                               *named, "--sensitivity", sensitivity, *requantize, "-t", threads))  # fmt: skip
+                size = theirs.stat().st_size
+                measured = ("--sensitivity", sensitivity, "--tokens", tokens)
+                click.echo(run(*edgert, "quantize", source, "-o", ours, "--size", size, "--no-report", *named,
+                               *measured, *requantize, "-t", threads))  # fmt: skip
             for text in texts:
                 for judge in judges:
                     click.echo(f"\n{text.name}, judged by {judge.name}\n{'':<22}{'bytes':>12}{head}")
