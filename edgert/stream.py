@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import deque
 from collections.abc import Callable, Generator
 from functools import partial
 from queue import Empty
 from types import TracebackType
-from typing import Never, Self
+from typing import ClassVar, Never, Self
+from weakref import WeakKeyDictionary, ref
 
 from edgert.generation import Generation
 from edgert.reply import Chunk, Progress, Reply
@@ -120,7 +122,7 @@ class Stream:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._event = loop, asyncio.Event()
-            self._task.wake = partial(_set, loop, self._event)
+            self._task.wake = partial(_Waker.of(loop).wake, self._event)
         while not self._ended:
             self._event.clear()
             try:
@@ -159,5 +161,35 @@ class Stream:
         raise TypeError("A stream cannot be copied or pickled: pass on its reply.")
 
 
-def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    loop.call_soon_threadsafe(event.set)
+class _Waker:
+    """Sets events of an event loop from other threads; those of one step wake the loop once."""
+
+    _known: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, _Waker]] = WeakKeyDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = ref(loop)
+        self._events: deque[asyncio.Event] = deque()
+        self._called = False
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> _Waker:
+        """The one of a loop; to be called by the loop's thread."""
+        found = cls._known.get(loop)
+        if found is None:
+            found = cls._known[loop] = cls(loop)
+        return found
+
+    def wake(self, event: asyncio.Event) -> None:
+        """Sets an event soon. Raises: RuntimeError when the loop has been closed."""
+        self._events.append(event)
+        if not self._called:
+            loop = self._loop()
+            if loop is None or loop.is_closed():
+                raise RuntimeError("the event loop is closed")
+            self._called = True
+            loop.call_soon_threadsafe(self._set)
+
+    def _set(self) -> None:
+        self._called = False  # first, so that an event that comes meanwhile calls again
+        while self._events:
+            self._events.popleft().set()
