@@ -47,6 +47,7 @@ class Answers:
     ) -> None:
         settings = service.settings
         self._key = key
+        self._error: ApiError | None = None  # what has ended them from outside
         limits = {"timeout": settings.timeout or None, "queue_timeout": settings.queue_timeout or None}
         self._service, self._n = service, n
         self._began = time.monotonic()
@@ -72,6 +73,13 @@ class Answers:
         except BaseException:
             self.close()
             raise
+        service.answers.add(self)
+
+    def end(self, error: ApiError) -> None:
+        """Ends what still runs, with an error for who waits."""
+        self._error = error
+        for stream in self._streams:
+            stream.cancel()
 
     def _on_progress(self, index: int, progress: Progress) -> None:
         self._read[index] = progress, time.perf_counter()
@@ -167,6 +175,8 @@ class Answers:
         assert stats
         self.stats[index] = stats
         self._service.metrics.count(stats, reason)
+        if self._error and reason == "cancelled":
+            raise self._error
         if reason == "timeout":
             raise ApiError(504, "The answer took too long.", kind="server_error", code="timeout")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -110,9 +110,14 @@ class _State:
 
 
 def _resident() -> float:
-    """Bytes of memory that this process has now, or had at most where the system does not tell."""
+    """Bytes of memory that this process has now, or had at most where the system does not tell; 0: unknown."""
     try:
         with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * float(resource.getpagesize())
+            return int(file.read().split()[1]) * float(os.sysconf("SC_PAGE_SIZE"))
     except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)
+        pass
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0.0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)

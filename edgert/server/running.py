@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONTEXTS = 4  # positions cached in all, as a multiple of one context, unless told otherwise
-FAREWELL_SECONDS = 5  # for answers in work when the server ends
+GRACE_SECONDS = 2.0  # that answers in work may still take when the server ends
+FAREWELL_SECONDS = 5  # after which connections are cut
 
 
 def loader(parallel: int, cache_tokens: int | None, **always: Any) -> Callable[..., Model]:
@@ -100,6 +101,18 @@ def service_of(
     )
 
 
+class _Server(uvicorn.Server):
+    """Tells those whose answers are in work when it goes down, some time before it would cut them off."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(GRACE_SECONDS, self._service.farewell)
+        await super().shutdown(sockets)
+
+
 class Runner:
     """A server from its start to its end.
 
@@ -123,7 +136,7 @@ class Runner:
             timeout_graceful_shutdown=FAREWELL_SECONDS,
             timeout_keep_alive=30,
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config, service)
 
     def stop(self) -> None:
         """Ends it; may be called from any thread."""

@@ -8,17 +8,20 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from starlette.requests import Request
 
 from edgert.server.admission import Admission
 from edgert.server.body import T, parse, read
 from edgert.server.choice import Choice
+from edgert.server.errors import BusyError
 from edgert.server.metrics import Metrics
 from edgert.server.results import Results
 from edgert.server.upstream import Upstream
 
 if TYPE_CHECKING:
+    from edgert.server.answers import Answers
     from edgert.server.registry import Loaded, Registry
 
 
@@ -61,6 +64,12 @@ class Service:
     upstream: Upstream | None = None
     results: Results = field(default_factory=lambda: Results(0))
     choices: Mapping[str, Choice] = field(default_factory=dict)
+    answers: WeakSet[Answers] = field(default_factory=WeakSet)  # those in work
+
+    def farewell(self) -> None:
+        """Ends all answers in work with an error that says why."""
+        for answers in list(self.answers):
+            answers.end(BusyError("The server is shutting down: try again later.", retry_after=5))
 
     async def body(self, request: Request, kind: type[T]) -> T:
         """The request's body. Raises: ApiError 400 that names the field, or 413."""

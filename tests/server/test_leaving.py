@@ -16,7 +16,7 @@ from fake import FakeBackend, fake_model, hashed, says
 from harness import Server, serving_model, wait_for
 
 from edgert.errors import EdgertError
-from edgert.server import sse
+from edgert.server import running, sse
 from edgert.server.service import Settings
 
 CHAT = "/v1/chat/completions"
@@ -227,6 +227,25 @@ def test_many_at_once_get_their_own_texts() -> None:
         with ThreadPoolExecutor(16) as pool:
             assert all(alone[i] == text for i, text in pool.map(one, range(400)))
     assert len(set(alone.values())) == 25
+
+
+def test_who_waits_is_told_that_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "GRACE_SECONDS", 0.1)
+    with serving_model(endless()) as server:
+        stream = open_stream(server)
+        answers: list[Any] = []
+        waiting = threading.Thread(target=lambda: answers.append(server.post(CHAT, {"messages": HI})))
+        waiting.start()
+        wait_for(lambda: server.service.admission.inside == 2)
+        wait_for(lambda: fake(server).n_evaluated > 30)
+    waiting.join()
+    assert answers[0][0] == 503
+    assert "shutting down" in answers[0][1]["error"]["message"]
+    data = b""
+    while piece := stream.recv(1 << 16):
+        data += piece
+    assert b"shutting down" in data
+    assert b"[DONE]" not in data
 
 
 def test_connections_are_kept(server: Server) -> None:

@@ -1,0 +1,76 @@
+"""`edgert serve` as a person starts and ends it, on a real model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def chat(url: str, **fields: object) -> dict[str, object]:
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0} | fields)
+    with urllib.request.urlopen(f"{url}/v1/chat/completions", body.encode(), timeout=60) as answer:
+        found: dict[str, object] = json.loads(answer.read())
+        return found
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGTERM")
+def test_from_its_start_to_its_end(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    paths = {
+        name: tiny_model(family, n_ctx=512, template=template) for name, family in (("a", "llama"), ("b", "qwen2"))
+    }
+    config = tmp_path / "edgert.toml"
+    config.write_text(
+        "port = 0\nthreads = 1\nparallel = 2\n"
+        + "".join(f"[models.{name}]\nmodel = {json.dumps(str(path))}\nthreads = 1\n" for name, path in paths.items())
+    )
+    command = [sys.executable, "-m", "edgert", "serve", "--config", str(config), "--verbose"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"EDGERT_QUEUE": "3"})
+    assert process.stderr
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    lines: list[str] = []
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if " is ready: " in line:
+                break
+        url = next(line.split()[-1] for line in lines if line.startswith("listening on "))
+        assert chat(url)["model"] == "a"
+        assert chat(url, model="b")["model"] == "b"
+        process.send_signal(signal.SIGTERM)
+        lines += process.stderr.readlines()
+        assert process.wait(20) in (0, -signal.SIGTERM)
+        text = "".join(lines)
+        assert "Traceback" not in text
+        assert "POST /v1/chat/completions 200" in text
+        assert '"Hi"' not in text
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_a_port_that_is_taken(tiny_model: Callable[..., Path]) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        command = [sys.executable, "-m", "edgert", "serve", "-m", str(tiny_model("llama", n_ctx=512)), "--port"]
+        done = subprocess.run(
+            [*command, str(taken.getsockname()[1])], capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 1
+    assert "cannot be listened on" in done.stderr
+    assert "Traceback" not in done.stderr
