@@ -104,6 +104,7 @@ class Backend(ABC):
     n_seq_max: int
     n_cached: int = 0  # positions that all sequences together may have; 0: n_ctx for each
     n_window: int = 1  # positions that are computed best together, from a multiple of it on
+    rounds_windows: bool = False  # whether whole windows are rounded otherwise than their positions one by one
     shares_pages: bool = True  # whether forks share memory, and idle sequences take no more than their positions
     fingerprint: str = ""  # of the model and of how it is cached, where the backend knows it
     capabilities: frozenset[str]

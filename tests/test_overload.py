@@ -246,6 +246,34 @@ def test_a_beginning_is_read_once_for_all_who_come_together() -> None:
     assert max(len(set(batch.sequences)) for batch in backend.batches) == 8
 
 
+def test_where_windows_are_rounded_otherwise_none_is_torn() -> None:
+    """What parts from another's prompt within a window is read from the window's begin, as it is alone."""
+    backend = PagedFake(n_ctx=900, n_batch=128, n_seq_max=8)
+    backend.n_window, backend.rounds_windows = 64, True
+    engine = by_hand(backend)
+    base = text(1, 300)
+    for prompt, reused in (
+        (base, 0),
+        ([*base[:150], *text(2, 100)], 128),
+        ([*base[:150], 7], 128),  # alone, the window that is not full would be read token by token
+        ([*base[:150], 8], 150),  # as it has been now
+        (base, 299),
+        (base[:256], 192),
+    ):
+        task = generation(prompt, max_tokens=5)
+        engine.submit(task)
+        finish(engine, [task])
+        assert result(task)[0] == told(prompt, 5)
+        assert task.n_reused == reused
+    for _ in range(2):
+        prompt = [*prompt, *told(prompt, 5)[:4], *text(4, 100)]
+        task = generation(prompt, max_tokens=5)
+        engine.submit(task)
+        finish(engine, [task])
+        assert task.n_reused == len(prompt) - 100  # a conversation goes on where it was
+        assert result(task)[0] == told(prompt, 5)
+
+
 def test_a_reader_that_is_cancelled_keeps_nobody_waiting() -> None:
     backend = PagedFake(n_ctx=1000, n_batch=64, n_seq_max=12)
     engine = by_hand(backend, Limits(n_parallel=8))

@@ -111,6 +111,7 @@ class CpuBackend(Backend):
                 windows, a.n_head_kv, a.head_dim, n_seq_max, self.n_ctx, pages, self.n_batch, *types
             )
             self._graph = Graph(a, weights, self._cache, self.isa, n_threads, self.n_batch, tile_head)
+            self.rounds_windows = self._graph.tiles
             self._tapes: dict[Shape, Tape] = {}
             self._observed: dict[Shape, Tape] = {}
             self._one = self._graph.shape(0, 1, 1)

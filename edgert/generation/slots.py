@@ -27,6 +27,7 @@ class Slot:
 
     tokens:    int32 (n_ctx,)
     n_tokens:  how many of them are known; the first `n_cached` have been evaluated by the backend
+    n_whole:   tokens of its prompt that fill windows of the backend
     owner:     the user whose quota it counts against
     root:      key of its index, keys: of the beginnings that it is found by
     """
@@ -36,6 +37,7 @@ class Slot:
         self.tokens = np.empty(n_ctx, np.int32)
         self.n_tokens = 0
         self.n_cached = 0
+        self.n_whole = 0
         self.task: Task | None = None
         self.last_use = 0
         self.owner = ""
@@ -102,12 +104,24 @@ class Slots:
         best, reused = None, 0
         for slots in self._index.levels(prompt, task.user):
             for slot in slots:
-                n = self._backend.reachable(slot.sequence, min(slot.common(prompt), most))
+                n = self._backend.reachable(slot.sequence, self._untorn(slot, prompt, min(slot.common(prompt), most)))
                 if n > reused or (best is not None and n == reused and best.task is not None and slot.task is None):
                     best, reused = slot, n
             if reused:  # who agrees in fewer blocks holds less
                 break
         return best, reused
+
+    def _untorn(self, slot: Slot, prompt: NDArray[np.int32], n: int) -> int:
+        """How much of n common tokens to take, so that a prompt which parts from another's is computed as it is alone.
+
+        What goes on where the other ended, as a conversation does, takes all of it.
+        """
+        window = self._backend.n_window
+        if not self._backend.rounds_windows or (slot.task is None and n == slot.n_cached):
+            return n
+        whole = n - n % window
+        alike = whole + window > len(prompt) and whole >= slot.n_whole  # neither reads the rest by a whole window
+        return n if alike else whole
 
     def reader(self, task: Task) -> tuple[Slot, int] | None:
         """A slot whose task now reads a beginning that this one's prompt shares by a block more than is cached yet.
@@ -154,6 +168,7 @@ class Slots:
                 source.owner = SHARED
         slot.tokens[: len(prompt)] = prompt
         slot.n_tokens, slot.n_cached = len(prompt), reused
+        slot.n_whole = len(prompt) - len(prompt) % backend.n_window
         slot.owner = task.user
         slot.root = self._index.root(task.user)
         self._index.note(slot)
