@@ -220,7 +220,9 @@ class Quantizer:
     def _texts(self) -> TextParts:
         settings = self.settings
         texts = None if settings.calibration == DEFAULT else settings.calibration
-        return TextParts.read(self._engine, texts, settings.report_text, CHUNK, settings.calibration_tokens)
+        return TextParts.read(
+            self._engine, texts, settings.report_text, CHUNK, settings.calibration_tokens, settings.seed
+        )
 
     @cached_property
     def _statistics(self) -> Statistics | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,12 +42,14 @@ class TextParts:
         report: Sequence[str | os.PathLike[str]],
         n_ctx: int,
         n_tokens: int,
+        seed: int = 0,
     ) -> TextParts:
         """Divides texts for an engine's model.
 
         calibration:  files and names of sets; None: all sets that come with the package
         report:       texts that are held out as a whole; without them, parts of the calibration's
         n_tokens:     that are calibrated on at most, taken from the texts by turns
+        seed:         of the order in which pieces of a text are divided; 0: as they come
 
         Raises: EdgertError for a text that cannot be read.
         """
@@ -55,6 +58,8 @@ class TextParts:
         training, judging = [], []
         for text in texts:
             pieces = cut(engine, [text], n_ctx)
+            if seed:
+                random.Random(seed).shuffle(pieces)
             if len(pieces) < PERIOD:  # too little to be divided
                 training.append(pieces)
                 continue

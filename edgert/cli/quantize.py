@@ -26,7 +26,7 @@ HELP = {
     "calibration": "A text (.txt), chats (.jsonl) or the name of a set to calibrate on; may be given again.",
     "tokens": "Tokens of those texts that are read at most.",
     "imatrix": "Importances from a file (llama.cpp's imatrix) in place of calibrating.",
-    "gptq": "Let each weight make up for the rounding of others: always, never, or where it helps on held-out text.",
+    "gptq": "Let weights make up for the rounding of others. auto: where it helps on other text.",
     "tensor_type": "Give the tensors that REGEX finds in their names this type; may be given again.",
     "output_type": "Type of output.weight, or of the shared table when it serves as the head.",
     "embedding_type": "Type of token_embd.weight.",
@@ -36,6 +36,7 @@ HELP = {
     "resume": "Go on where a stopped run of the same command ended.",
     "report": "Compare the result with the source on held-out text, and keep the figures in the file.",
     "report_text": "Held-out text, as --calibration; each is a domain of its own; may be given again.",
+    "seed": "Which parts of the texts calibrate, which decide and which judge; 0: every eighth decides and judges.",
     "max_memory": "What the correlations of inputs may take at a time.",
     "split_max_size": "Write files of at most this size.",
     "allow_requantize": "Take a source that is quantized already; the report says so.",
@@ -62,7 +63,7 @@ HELP = {
 @flag("--resume", is_flag=True, help=HELP["resume"])
 @flag("--report/--no-report", default=None, help=HELP["report"])
 @flag("--report-text", multiple=True, metavar="FILE|NAME", help=HELP["report_text"])
-@flag("-s", "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of what is sampled.")
+@flag("-s", "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help=HELP["seed"])
 @flag("-t", "--threads", type=click.IntRange(0), default=0, help="Threads; 0: as many as suit this machine.")
 @flag("--max-memory", default="2GiB", show_default=True, help=HELP["max_memory"])
 @flag("--split-max-size", help=HELP["split_max_size"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from edgert.errors import EdgertError
 from edgert.quantize.calibration_text import BUILT_IN, Text, cut, default_texts, read_text
 from edgert.quantize.engine import open_engine
+from edgert.quantize.text_parts import TextParts
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -108,3 +110,18 @@ def test_cut(engine: Any, gemma: Any) -> None:
     for n_ctx in (1, 513):
         with pytest.raises(EdgertError, match="2 to 512 tokens"):
             cut(engine, [a], n_ctx)
+
+
+def test_a_seed_divides_the_texts_otherwise(engine: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(" ".join(f"word{i}" for i in range(900)))
+
+    def division(seed: int) -> tuple[set[bytes], set[bytes], set[bytes]]:
+        parts = TextParts.read(engine, [tmp_path / "a.txt"], (), 64, 10_000, seed)
+        return tuple(
+            {piece.tobytes() for piece in some} for some in (parts.training, parts.judging, *parts.held_out.values())
+        )  # type: ignore[return-value]
+
+    first, again, other = division(0), division(0), division(7)
+    assert first == again and division(7) == other
+    assert first != other and set.union(*first) == set.union(*other)  # the same pieces, in other parts
+    assert all(a.isdisjoint(b) for a, b in itertools.combinations(other, 2))
