@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,6 @@ import numpy as np
 import pytest
 
 from edgert.errors import DoesNotFitError, ModelFileError
-from edgert.quantize import gguf_writer
 from edgert.quantize.formats import FORMATS
 from edgert.quantize.gguf_file import GGUFFile
 from edgert.quantize.gguf_layout import TensorPlan
@@ -262,12 +262,12 @@ def test_an_end_between_two_renames_is_resumed(tmp_path: Path, monkeypatch: pyte
 
 def test_full_disk_known_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "m.gguf").write_bytes(b"old")
-    usage = gguf_writer.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(gguf_writer.shutil, "disk_usage", lambda path: usage._replace(free=100))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
     with pytest.raises(DoesNotFitError, match=r"m\.gguf needs 0\.0 MB more and its disk has 0\.0 MB free"):
         Writer(tmp_path / "m.gguf", METADATA, TENSORS)
     assert (tmp_path / "m.gguf").read_bytes() == b"old"
-    assert not (tmp_path / "m.gguf.part").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
 FULL_DISK = """
