@@ -123,14 +123,14 @@ def _measured(n_threads: int, isa: str, heads: Heads, progress: Any) -> Rates:
             weights = sum(file.tensor(name).n_bytes for name in a.tensors() if name.startswith("blk."))
     try:
         work, clock = Work.of(a), _Clock(backend)
-        steps = {n: clock.step(n, 0, 9) for n in (CHUNK, NARROW)}
+        (usual, shallow), (narrow, _) = clock.step(CHUNK, 0, 12), clock.step(NARROW, 0, 12)
         single = clock.single(0)
         for start in range(0, DEPTH, CHUNK):
             backend.forward(_batch(backend, CHUNK, start))
-        deep, single_deep = clock.step(CHUNK, DEPTH, 5), clock.single(DEPTH)
+        (_, deep), single_deep = clock.step(CHUNK, DEPTH, 7), clock.single(DEPTH)
     finally:
         backend.close()
-    attention = work.attention(DEPTH) * CHUNK / max(deep - steps[CHUNK], 1e-9)
+    attention = work.attention(DEPTH) * CHUNK / max(deep - shallow, 1e-9)
     own = work.attention_of_prompt(CHUNK) / attention
     shell = Rates(n_threads, isa, 1, 1, 1, 1, 1, read)
     kv_bytes = DEPTH * a.n_layer * a.n_head_kv * a.head_dim * 4
@@ -140,9 +140,9 @@ def _measured(n_threads: int, isa: str, heads: Heads, progress: Any) -> Rates:
     return Rates(
         n_threads,
         isa,
-        prefill=work.weights * CHUNK / max(steps[CHUNK] - own, steps[CHUNK] / 2),
+        prefill=work.weights * CHUNK / max(usual - own, usual / 2),
         attention=attention,
-        int8=work.weights * NARROW / steps[NARROW],
+        int8=work.weights * NARROW / narrow,
         kv=kv_bytes / kv_seconds,
         efficiency=min(1.0, weights / shell.bandwidth(weights) / single),
         read=read,
@@ -176,24 +176,24 @@ class _Clock:
         self._backend = backend
         self.busy = False
 
-    def step(self, n: int, depth: int, repetitions: int) -> float:
-        """Median seconds of a step of n tokens behind `depth` cached ones."""
-        return self._median(lambda: self._backend.forward(_batch(self._backend, n, depth)), depth, repetitions)
+    def step(self, n: int, depth: int, repetitions: int) -> tuple[float, float]:
+        """Seconds of a step of n tokens behind `depth` cached ones: the median, and the least."""
+        return self._timed(lambda: self._backend.forward(_batch(self._backend, n, depth)), depth, repetitions)
 
     def single(self, depth: int) -> float:
-        """Of a single token's step."""
-        return self._median(lambda: self._backend.step(1, 0), depth, 60)
+        """Of a single token's step, the median."""
+        return self._timed(lambda: self._backend.step(1, 0), depth, 60)[0]
 
-    def _median(self, work: Callable[[], object], depth: int, repetitions: int) -> float:
+    def _timed(self, work: Callable[[], object], depth: int, repetitions: int) -> tuple[float, float]:
         seconds = []
         for _ in range(repetitions):
             start = time.perf_counter()
             work()
             seconds.append(time.perf_counter() - start)
             self._backend.truncate(0, depth)
-        middle = statistics.median(seconds)
-        self.busy |= middle > BUSY * min(seconds)
-        return middle
+        middle, least = statistics.median(seconds), min(seconds)
+        self.busy |= middle > BUSY * least
+        return middle, least
 
 
 @dataclass(frozen=True)
