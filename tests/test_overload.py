@@ -422,6 +422,26 @@ def test_a_backend_that_cannot_place_a_request_fails_that_one(method: str, monke
     check(engine, backend)
 
 
+@pytest.mark.parametrize("method", ["reachable", "free_positions"])
+def test_a_backend_that_fails_before_a_request_begins_leaves_nobody_waiting(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = PagedFake(n_ctx=400, n_seq_max=4)
+    engine = by_hand(backend)
+    running = generation(text(0, 100), max_tokens=50)
+    engine.submit(running)
+    for _ in range(5):
+        engine._turn()
+    monkeypatch.setattr(backend, method, lambda *args: 1 / 0)
+    bad = [generation([*text(0, 90), i], max_tokens=5) for i in range(3)]
+    for task in bad:
+        engine.submit(task)
+    finish(engine, [running, *bad])
+    assert [result(task)[1] for task in bad] == ["ZeroDivisionError"] * 3
+    assert result(running) == (told(text(0, 100), 50), "length")
+    assert not engine._queue._active and len(engine._queue) == 0
+
+
 def test_failures_tell_nothing_of_what_was_asked(caplog: pytest.LogCaptureFixture) -> None:
     """Neither logs nor counters hold a prompt or a reply."""
     caplog.set_level(logging.DEBUG)

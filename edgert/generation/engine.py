@@ -415,29 +415,34 @@ class Engine:
             if following is None:
                 break
             task = following
-            if self._awaits(task):
-                held.append(task)
-            elif self._running and not self._slots.fits(task, self._whole(task, 2 * self._reply), self._committed()):
-                held.append(task)
-                self._crowded = True
-            else:
-                self._begin(task, now)
+            try:
+                if self._awaits(task):
+                    held.append(task)
+                elif self._running and not self._fits(task):
+                    held.append(task)
+                    self._crowded = True
+                else:
+                    self._slots.place(task)
+                    self._begin(task, now)
+            except Exception as error:  # its own affair, the others go on
+                if not isinstance(error, EdgertError):
+                    logger.exception("a request cannot begin")
+                task.fail(error)
+                if task not in self._running:
+                    with self._changed:
+                        self._queue.ended(task)
+                    self._counters.ended(task)
         if held:
             with self._changed:
                 for task in held:
                     self._queue.put_back(task)
 
+    def _fits(self, task: Task) -> bool:
+        """Whether the cache will hold the task beside those that run, as far as can be told."""
+        return self._slots.fits(task, self._whole(task, 2 * self._reply), self._committed())
+
     def _begin(self, task: Task, now: float) -> None:
-        try:
-            self._slots.place(task)
-        except Exception as error:
-            if not isinstance(error, EdgertError):
-                logger.exception("a request cannot begin")
-            task.fail(error)
-            with self._changed:
-                self._queue.ended(task)
-            self._counters.ended(task)
-            return
+        """Lets a task that has a slot run."""
         self._account()
         self._running.append(task)
         self._n_readings += isinstance(task, Reading)
