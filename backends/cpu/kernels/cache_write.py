@@ -50,28 +50,44 @@ def _write_packed(e: Emitter, kind: CacheType, side: str, dim: int, x: Value, pa
         at = e.mul(block, 4 * BLOCK)
         values = [e.load(e.vf, x, e.add(at, 4 * i)) for i in range(0, BLOCK, e.lanes)]
         scale, integers = quantize(e, kind, values)
-        for i, vector in enumerate(integers):
-            e.store(e.b.trunc(vector, ir.VectorType(I8, e.lanes)), codes, i * e.lanes)
         if kind.refined:
             unit = e.splat(e.b.fneg(e.b.extract_element(e.from_half(e.splat(scale, 8)), ir.Constant(I32, 0))))
             for i, (value, vector) in enumerate(zip(values, integers, strict=True)):
                 code = e.to_float(e.b.sub(vector, e.const(e.vi, kind.offset)))
                 e.store(e.fma(code, unit, value), x, e.add(at, 4 * i * e.lanes))
         if kind.bits == 4:
-            half = ir.VectorType(I8, 16)
-            high = e.b.shl(e.load(half, codes, 16), e.const(half, 4))
-            e.store(e.b.or_(e.load(half, codes), high), codes)
+            half = len(integers) // 2
+            pairs = zip(integers[:half], integers[half:], strict=True)
+            integers = [e.b.or_(low, e.b.shl(high, e.const(e.vi, 4))) for low, high in pairs]
+        one_by_one = side == "k" or e.lanes != 16
+        if one_by_one:
+            for i, vector in enumerate(integers):
+                e.store(e.b.trunc(vector, ir.VectorType(I8, e.lanes)), codes, i * e.lanes)
         if side == "k":
             out = e.add(page, e.mul(block, n_bytes * PAGE), e.mul(place, 4))
             for quad in range(n_bytes // 4):
                 e.store(e.load(I32, codes, 4 * quad), out, quad * 4 * PAGE)
         else:
             row = e.mul(e.b.lshr(place, e.i64(2)), dim * kind.bits // 2)
-            out = e.add(page, row, e.mul(block, 4 * n_bytes), e.b.and_(place, e.i64(3)))
-            with e.loop(0, n_bytes) as i:
-                e.store(e.load(I8, codes, i), out, e.mul(i, 4))
+            out = e.add(page, row, e.mul(block, 4 * n_bytes))
+            byte = e.b.and_(place, e.i64(3))
+            if one_by_one:
+                with e.loop(0, n_bytes) as i:
+                    e.store(e.load(I8, codes, i), e.add(out, byte), e.mul(i, 4))
+            else:
+                _store_bytes(e, integers, out, byte)
         scales = e.add(page, dim * PAGE * kind.bits // 8, e.mul(place, 2))
         e.store(scale, scales, e.mul(block, 2 * PAGE))
+
+
+def _store_bytes(e: Emitter, integers: list[Value], out: Value, byte: Value) -> None:
+    """Stores the low byte of each lane as one byte of each 32 bits; others', which another thread may write, stay."""
+    shift = e.splat(e.b.trunc(e.mul(byte, 8), I32))
+    bits = e.b.shl(e.i64(0x1111111111111111), byte)
+    mask = e.b.bitcast(bits, ir.VectorType(ir.IntType(1), 4 * e.lanes))
+    for i, vector in enumerate(integers):
+        quads = e.b.bitcast(e.b.shl(vector, shift), e.vb)
+        e.call("llvm.masked.store.v64i8.p0", ir.VoidType(), quads, e.at(out, 64 * i), ir.Constant(I32, 1), mask)
 
 
 def quantize(e: Emitter, kind: CacheType, values: list[Value]) -> tuple[Value, list[Value]]:
@@ -80,12 +96,13 @@ def quantize(e: Emitter, kind: CacheType, values: list[Value]) -> tuple[Value, l
     Of 8 bits the largest magnitude becomes 127. Of 4 bits it becomes about -8, with a scale of its opposite sign: of a
     few scales near that, the one whose codes, fitted by least squares, leave the least error.
     """
-    most = e.reduce(_fold(values, e.maximum), e.maximum)
-    least = e.reduce(_fold(values, e.minimum), e.minimum)
-    positive = e.b.fcmp_ordered(">", most, e.b.fneg(least))
     if kind.bits == 8:
-        scale = e.b.fmul(e.b.select(positive, most, e.b.fneg(least)), e.const(F32, 1 / 127))
+        most = e.reduce(_fold([e.fabs(value) for value in values], e.maximum), e.maximum)
+        scale = e.b.fmul(most, e.const(F32, 1 / 127))
     else:
+        most = e.reduce(_fold(values, e.maximum), e.maximum)
+        least = e.reduce(_fold(values, e.minimum), e.minimum)
+        positive = e.b.fcmp_ordered(">", most, e.b.fneg(least))
         scale = _fitted(e, values, e.b.fmul(e.b.select(positive, most, least), e.const(F32, -1 / 8)))
     half = e.to_half(e.splat(scale, 8))
     factor = e.splat(inverse(e, e.b.extract_element(e.from_half(half), ir.Constant(I32, 0))))

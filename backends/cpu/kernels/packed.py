@@ -255,8 +255,9 @@ def key_tiles(e: Emitter, kind: CacheType, dim: int, key: Value, out: Value, res
         scales = [e.load_half(page, scales_at) for page in pages]
         rows = e.add(out, e.mul(block, BLOCK // 2 * 64))
         for row in range(kind.bits):
-            for half, quads in enumerate(zip(*(_unpack(e, kind, at, row * 64) for at in codes), strict=True)):
-                parts = [_floats(e, kind, quad, scale) for quad, scale in zip(quads, scales, strict=True)]
+            words = [e.load(e.vi, at, row * 64) for at in codes]
+            for half in range(8 // kind.bits):
+                parts = [_floats(e, kind, word, half, [scale] * 4) for word, scale in zip(words, scales, strict=True)]
                 a, b, c, d = parts[0] if rest is None else map(e.b.fadd, *parts)
                 place = (row + 4 * half) * 128
                 e.store(bfloat_pairs(e, a, b), rows, place)
@@ -273,11 +274,10 @@ def value_tiles(e: Emitter, kind: CacheType, dim: int, value: Value, out: Value,
         for quad in range(PAGE // 4):
             # one scale for each position, which is for each byte of a quad
             found = [e.splat(_half(e, scales, 2 * (4 * quad + i))) for i in range(4)]
-            vectors: tuple[Value, ...] = ()
-            for i in range(kind.bits // 4):
-                vectors += _unpack(e, kind, codes, quad * row_bytes + 64 * i)
-            for i, quads in enumerate(vectors):
-                a, b, c, d = (e.b.fmul(part, scale) for part, scale in zip(_floats(e, kind, quads), found, strict=True))
+            words = [e.load(e.vi, codes, quad * row_bytes + 64 * i) for i in range(kind.bits // 4)]
+            for i in range(2):
+                half, word = (i, words[0]) if kind.bits == 4 else (0, words[i])
+                a, b, c, d = _floats(e, kind, word, half, found)
                 e.store(bfloat_pairs(e, a, b), tiles, i * tile + 128 * quad)
                 e.store(bfloat_pairs(e, c, d), tiles, i * tile + 128 * quad + 64)
 
@@ -288,12 +288,16 @@ def _half(e: Emitter, address: Value, offset: int) -> Value:
     return e.b.extract_element(e.from_half(bits), ir.Constant(I32, 0))
 
 
-def _floats(e: Emitter, kind: CacheType, quads: Value, scale: Value | None = None) -> list[Value]:
-    """The four bytes of each 32 bits as float32 vectors, less the offset, times a scale."""
-    words = e.b.bitcast(quads, e.vi)
+def _floats(e: Emitter, kind: CacheType, words: Value, half: int, scales: list[Value]) -> list[Value]:
+    """The four bytes of each 32 bits (or their low or high halves), less the offset, times a scale each: float32.
+
+    A code that is put into the mantissa of 256 makes it larger by itself.
+    """
     parts = []
-    for i in range(4):
-        byte = e.b.and_(e.b.lshr(words, e.const(e.vi, 8 * i)), e.const(e.vi, 255))
-        part = e.to_float(e.b.sub(byte, e.const(e.vi, kind.offset)))
-        parts.append(part if scale is None else e.b.fmul(part, scale))
+    for i, scale in enumerate(scales):
+        place = 15 - 8 * i - kind.bits * half
+        moved = e.b.shl(words, e.const(e.vi, place)) if place > 0 else e.b.lshr(words, e.const(e.vi, -place))
+        code = e.b.and_(moved, e.const(e.vi, (1 << kind.bits) - 1 << 15))
+        number = e.b.bitcast(e.b.or_(code, e.const(e.vi, 0x43800000)), e.vf)
+        parts.append(e.fma(number, scale, e.b.fmul(scale, e.const(e.vf, -256.0 - kind.offset))))
     return parts
