@@ -33,6 +33,7 @@ from edgert.backends.cpu.tape import Op, Tape
 from edgert.backends.cpu.team import KERNELS as TEAM_KERNELS
 from edgert.backends.cpu.team import Team
 from edgert.backends.cpu.weights import FLOAT_CODECS, Packer, encode, pack_rows
+from edgert.backends.sessions import check_facts
 from edgert.devices import probe
 from edgert.errors import DoesNotFitError, SessionError, UnsupportedFormatError
 from edgert.quantize.architecture import Architecture, describe
@@ -328,15 +329,7 @@ class CpuBackend(Backend):
         }
 
     def check_saved(self, facts: Mapping[str, Any], n_tokens: int, n_bytes: int) -> None:
-        for name, own in self._session_facts().items():
-            if facts.get(name) != own:
-                what = "another model" if name == "model" else f"another {name.replace('_', ' ')}"
-                raise SessionError(f"The session was saved with {what}: {facts.get(name)!r}, not {own!r}.")
-        length = facts.get("length")
-        if length != n_tokens or not 0 < n_tokens <= self.n_ctx:
-            raise SessionError(
-                f"The session has {n_tokens} tokens, and the context holds {self.n_ctx}: load the model with a larger."
-            )
+        check_facts(self._session_facts(), facts, n_tokens, self.n_ctx)
         try:
             sound = self._cache.matches(facts["pools"], n_tokens, n_bytes)
         except (KeyError, TypeError, ValueError):

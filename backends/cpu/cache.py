@@ -310,7 +310,12 @@ class PagedCache:
         expected = 0
         for (window, pool), fact in zip(self.pools.items(), facts, strict=True):
             first, end = fact["first"], fact["end"]
-            if fact["window"] != window or fact["stride"] != pool.stride or end != pool.entries(length):
+            if (
+                type(first) is not int
+                or fact["window"] != window
+                or fact["stride"] != pool.stride
+                or end != pool.entries(length)
+            ):
                 return False
             held_from = max(0, first - pool.lead) * PAGE
             if not 0 <= first <= end or (first and (not window or held_from > max(0, length + 1 - window))):

@@ -6,8 +6,9 @@ The package is an extra (`edgert[gpu]`); importing this module does not load it,
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import fspath
 from pathlib import Path
@@ -20,8 +21,16 @@ from edgert.backends.base import Backend, Batch, Verdict
 from edgert.backends.llama import devices
 from edgert.backends.llama.library import library, messages, system_info, version
 from edgert.backends.llama.offload import FITTING, SPLIT_MODES, Offload, amx_unused, load_model
+from edgert.backends.sessions import check_facts
 from edgert.devices import probe
-from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, ModelFileError, RequestError
+from edgert.errors import (
+    BackendUnavailableError,
+    DoesNotFitError,
+    EdgertError,
+    ModelFileError,
+    RequestError,
+    SessionError,
+)
 
 if TYPE_CHECKING:
     from edgert.quantize.gguf_file import GGUFFile
@@ -99,6 +108,7 @@ class LlamaBackend(Backend):
         bits = (KV_BITS[type_k] + KV_BITS[type_v]) / 2
         with _validated(model) as file:
             path = fspath(file.path)
+            fingerprint = _fingerprint(file)
             n_ctx = n_ctx or file.get(f"{file.architecture}.context_length", int)
             n_cached = n_cached or n_ctx * n_seq_max
             offload = Offload.plan(
@@ -129,7 +139,7 @@ class LlamaBackend(Backend):
         options.n_ctx = n_cached
         options.n_batch = n_batch
         options.n_ubatch = min(n_ubatch, n_batch)
-        options.n_seq_max = n_seq_max
+        options.n_seq_max = n_seq_max + 1  # one, for a moment, for the part of a sequence that is saved
         options.n_threads = options.n_threads_batch = n_threads
         options.flash_attn_type = FLASH_ATTENTION[flash_attn]
         options.type_k, options.type_v = KV_TYPES[type_k], KV_TYPES[type_v]
@@ -152,7 +162,16 @@ class LlamaBackend(Backend):
         self.n_ctx, self.n_cached = n_ctx, n_cached
         self.n_batch = n_batch
         self.n_seq_max = n_seq_max
-        self.capabilities = frozenset({"fork", "truncate", "batch"})
+        self.capabilities = frozenset({"fork", "truncate", "batch", "session"})
+        self._session_facts = {
+            "backend": "llama",
+            "llama-cpp-python": version(),
+            "model": fingerprint,
+            "type_k": type_k,
+            "type_v": type_v,
+            "flash_attn": flash_attn,
+            "swa_full": swa_full,
+        }
         self.verdict = Verdict(
             requested=requested,
             backend="llama",
@@ -302,6 +321,44 @@ class LlamaBackend(Backend):
             raise ValueError(f"the window's cache no longer holds what precedes position {length}: load with swa_full")
         self._lengths[sequence] = length
 
+    def save(self, sequence: int, length: int) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
+        self._check_open()
+        if not 0 < length <= self._lengths[sequence]:
+            raise ValueError(f"sequence {sequence} has {self._lengths[sequence]} positions, not {length}")
+        llama, part = self._llama, self.n_seq_max
+        llama.llama_memory_seq_cp(self._memory, sequence, part, 0, length)
+        try:
+            data = np.empty(llama.llama_state_seq_get_size(self._context, part), np.uint8)
+            pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+            n_bytes = llama.llama_state_seq_get_data(self._context, pointer, data.nbytes, part)
+        finally:
+            llama.llama_memory_seq_rm(self._memory, part, -1, -1)
+        if n_bytes != data.nbytes:
+            raise SessionError(f"llama.cpp does not give out its cache: {messages.reason}")
+        return {**self._session_facts, "length": length, "n_bytes": n_bytes}, [data]
+
+    def check_saved(self, facts: Mapping[str, Any], n_tokens: int, n_bytes: int) -> None:
+        check_facts(self._session_facts, facts, n_tokens, self.n_ctx)
+        if facts.get("n_bytes") != n_bytes:
+            raise SessionError("The session's data are not as long as they were.")
+
+    def restore(self, sequence: int, facts: Mapping[str, Any], data: NDArray[np.uint8]) -> None:
+        self._check_open()
+        length = int(facts["length"])
+        self.check_saved(facts, length, data.nbytes)
+        if self._lengths[sequence]:
+            raise ValueError(f"sequence {sequence} is not empty")
+        if self.free_positions() < length:
+            raise DoesNotFitError(f"The cache has no room for the session's {length} positions: end a sequence.")
+        data = np.ascontiguousarray(data)
+        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        taken = self._llama.llama_state_seq_set_data(self._context, pointer, data.nbytes, sequence)
+        last = self._llama.llama_memory_seq_pos_max(self._memory, sequence)
+        if taken != data.nbytes or last != length - 1:
+            self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+            raise SessionError(f"llama.cpp does not take the session's data: {messages.reason}")
+        self._lengths[sequence] = length
+
     def memory(self) -> dict[str, int]:
         """Bytes held, as llama.cpp reported them at load; weights as the model's tensors add up to."""
         self._check_open()
@@ -354,6 +411,17 @@ class LlamaBackend(Backend):
     def __del__(self) -> None:
         if getattr(self, "_model", None):
             self.close()
+
+
+def _fingerprint(file: GGUFFile) -> str:
+    """A hash of what the file says of its architecture, and of the first row of each tensor."""
+    own = [key for key in sorted(file.metadata) if key.startswith(f"{file.architecture}.")]
+    digest = hashlib.sha256(repr([(key, file.metadata[key]) for key in own]).encode())
+    for name in sorted(file.tensors):
+        tensor = file.tensor(name)
+        digest.update(f"{name} {tensor.shape}".encode())
+        digest.update(tensor.data[:1].tobytes())
+    return digest.hexdigest()
 
 
 @contextmanager
