@@ -16,7 +16,7 @@ from edgert.backends.cpu.layouts import AHEAD, BLOCK, CACHE_TYPES, PAGE
 from edgert.backends.cpu.memory import aligned
 from edgert.errors import DoesNotFitError, RequestError
 
-DEFAULT_CACHE_TYPE = "f16"
+DEFAULT_CACHE_TYPE = "q8_0"
 
 
 def n_pages(length: int) -> int:

@@ -74,6 +74,8 @@ def command(
         stack.enter_context(line)
         stack.enter_context(notices(line))
         arguments: dict[str, Any] = {"n_ctx": ctx_size, "n_threads": threads, "progress": compiling(line)}
+        if engines.get("backend") != "onnx":  # weights are judged, not a compact cache
+            arguments |= {"cache_type_k": "f16", "cache_type_v": "f16"}
         engine = backends.load(path, **engines, **arguments)
         stack.callback(engine.close)
         base = None

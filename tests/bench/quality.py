@@ -215,7 +215,7 @@ def load(path: Path, name: str, n_ctx: int, n_threads: int) -> Backend:
         return LlamaBackend(path, n_ctx=n_ctx, n_threads=n_threads)
     from edgert import backends
 
-    return backends.load(path, backend=name, n_ctx=n_ctx, n_threads=n_threads)
+    return backends.load(path, backend=name, n_ctx=n_ctx, n_threads=n_threads, cache_type_k="f16", cache_type_v="f16")
 
 
 if __name__ == "__main__":
