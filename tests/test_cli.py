@@ -180,7 +180,7 @@ def test_show(edgert: Any, tiny_model: Callable[..., Path]) -> None:
     assert facts["parameters"] == n_weights == sum(row["parameters"] for row in facts["tensor_types"])
     assert facts["bits_per_weight"] == pytest.approx(8 * n_bytes / n_weights, abs=1e-3)
     assert sum(row["bytes"] for row in facts["tensor_types"]) == facts["memory"]["weights"] == n_bytes
-    per_token = 2 * architecture.n_layer * architecture.n_head_kv * architecture.head_dim * 2
+    per_token = 2 * architecture.n_layer * architecture.n_head_kv * architecture.head_dim * 34 // 32  # q8_0
     assert facts["memory"]["kv_per_token"] == per_token and facts["memory"]["kv"] == 112 * per_token
     assert facts["memory"]["n_ctx"] == 100
     text = edgert("show", str(path)).stdout
@@ -195,7 +195,7 @@ def test_show_real(edgert: Any, smollm2_path: Path) -> None:
     facts = json.loads(edgert("show", str(smollm2_path), "--json").stdout)
     types = {row["type"]: row for row in facts["tensor_types"]}
     assert types["Q4_1"]["tensors"] == 210 and types["Q4_1"]["bits_per_weight"] == 5.0
-    assert facts["sizes"]["n_ctx_train"] == 8192 and facts["memory"]["kv_per_token"] == 23040
+    assert facts["sizes"]["n_ctx_train"] == 8192 and facts["memory"]["kv_per_token"] == 12240
     template = edgert("show", str(smollm2_path), "--template").stdout
     assert template.rstrip("\n") == facts["chat_template"] and "<|im_start|>" in template
 

@@ -136,6 +136,25 @@ def test_bytes_of_a_token(tiny_model: Callable[..., Path], open_cpu: Open) -> No
         assert backend.memory()["kv_per_token"] == 2 * 2 * 64 * bits // 8
 
 
+def test_who_is_warned_of_few_bits(
+    tiny_model: Callable[..., Path], open_cpu: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whose figures are beyond what `tests/bench/kv_quality.py` recommends."""
+    open_cpu(tiny_model("llama", n_head_kv=2), "q4_0", "q4_0")
+    open_cpu(tiny_model("llama", n_head_kv=1), "q8_0", "q8_0")
+    assert not caplog.messages
+    open_cpu(tiny_model("llama", n_head_kv=1), "q8_0", "q4_0")
+    assert "one key-value head" in caplog.text and "q8_0 is safe" in caplog.text
+
+
+def test_the_default(tiny_model: Callable[..., Path]) -> None:
+    """8 bits, unless heads cannot be cut in blocks of 32."""
+    for head_dim, name in ((32, "q8_0"), (48, "f16")):
+        backend = backends.load(tiny_model("llama", head_dim=head_dim), backend="cpu", n_ctx=64, n_threads=1)
+        assert (backend.verdict.details["type_k"], backend.verdict.details["type_v"]) == (name, name)
+        backend.close()
+
+
 def test_what_cannot_be_is_refused(tiny_model: Callable[..., Path], open_cpu: Open) -> None:
     with pytest.raises(RequestError, match=r"cache_type_k: is 'q3'; the cpu backend has f16, q8_0, q4_0"):
         open_cpu(tiny_model("llama"), "q3", "f16")

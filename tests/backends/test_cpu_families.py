@@ -23,6 +23,7 @@ from edgert.errors import ModelFileError, UnsupportedFormatError
 # How far logits may lie from the reference's, by weights: the cache is rounded to 16 bits; beside bf16 weights
 # activations may be, too; beside quantized ones they are rounded to 8 bits.
 BOUNDS = {Type.F32: 0.003, Type.F16: 0.01, Type.BF16: 0.02}
+FLOAT_CACHE = {"cache_type_k": "f16", "cache_type_v": "f16"}  # what is compared here is all but the cache
 K_QUANTS = (Type.Q4_K, Type.Q5_K, Type.Q6_K)
 FORMATS = (*BOUNDS, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, *K_QUANTS, Type.IQ4_NL)
 FORCED = os.environ.get("EDGERT_ISA")
@@ -43,7 +44,7 @@ def open_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     def make(path: Path, isa: str | None = None, **options: Any) -> Backend:
         if isa:
             monkeypatch.setenv("EDGERT_ISA", isa)
-        options = {"n_ctx": 256, "n_threads": 2, **options}
+        options = {"n_ctx": 256, "n_threads": 2, **FLOAT_CACHE, **options}
         opened.append(backends.load(path, backend="cpu", **options))
         return opened[-1]
 
