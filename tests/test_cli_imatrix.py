@@ -40,7 +40,7 @@ def test_make_show_join_and_convert(model: Path, tmp_path: Path) -> None:
 
     shown = run("--show", out)
     assert "blk.1.ffn_down.weight" in shown.output
-    assert f"4 chunks of 128 tokens: text.txt, code" in shown.output
+    assert "4 chunks of 128 tokens: text.txt, code" in shown.output
     facts = json.loads(run("--show", out, "--json").stdout)
     row = next(row for row in facts["tensors"] if row["tensor"] == "blk.1.ffn_down.weight")
     importance = made.importance("blk.1.ffn_down.weight")
