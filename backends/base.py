@@ -52,6 +52,26 @@ class Batch:
         )
 
 
+@dataclass
+class Stakes:
+    """When a draft's guessing is to end.
+
+    most:    guesses; floors: float64 (most + 1,), the least chance that all of so many guesses are right for it to
+             go on
+    p_min:   the least probability of a guess
+    sure:    float64 (n,), ascending bounds between classes of probabilities; odds: float64 (n + 1,), how often
+             guesses of each class are right
+    ends:    int64, tokens after which nothing is guessed
+    """
+
+    most: int
+    floors: NDArray[np.float64]
+    p_min: float
+    sure: NDArray[np.float64]
+    odds: NDArray[np.float64]
+    ends: NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class Trial:
     """What became of a backend that was tried for a model.

@@ -14,7 +14,7 @@ from edgert.errors import EdgertError, RequestError
 from edgert.options import SamplingParams
 
 if TYPE_CHECKING:
-    from edgert.backends.cpu.sampling import SampleKernel
+    from edgert.backends.cpu.sampling import Chain, SampleKernel, Some
 
 
 class Sampler:
@@ -49,21 +49,40 @@ class Sampler:
         self._penalised = bool(params.repeat_last_n) and (
             params.repeat_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
-        self._chain = kernel and kernel.bind(
-            n_vocab,
+        self._kernel = kernel
+        self._chain = kernel and self._bound(kernel, None)
+        self._draft_chain: Chain | None = None
+
+    def _bound(self, kernel: SampleKernel, some: Some | None) -> Chain:
+        params = self.params
+        return kernel.bind(
+            self.n_vocab,
             seed=self.seed,
             n_last=params.repeat_last_n if self._penalised else 0,
             bias_ids=self._bias_ids,
             bias=self._bias.astype(np.float64),
+            some=some,
             top_k=params.top_k,
             temperature=params.temperature,
             top_p=params.top_p,
             log_min_p=_log(params.min_p),
-            log_rest=math.log(n_vocab) - _log(1 - params.top_p),
+            log_rest=math.log(self.n_vocab) - _log(1 - params.top_p),
             repeat_penalty=params.repeat_penalty,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
         )
+
+    def chain_over(self, some: Some | None) -> Chain:
+        """The kernel's chain for a draft, over some tokens; all calls for one sampler name the same tokens."""
+        if self._draft_chain is None:
+            assert self._kernel is not None
+            self._draft_chain = self._bound(self._kernel, some)
+        return self._draft_chain
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether there is a kernel for `chain_over`."""
+        return self._kernel is not None
 
     def sample(self, logits: NDArray[np.float32], history: NDArray[np.int32], length: int | None = None) -> int:
         """The next token after `history`.

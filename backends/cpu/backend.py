@@ -41,7 +41,7 @@ from edgert.quantize.gguf_file import Model
 
 logger = logging.getLogger(__name__)
 
-_ONE = np.array([1, 0, 1, 1])  # a step's header: tokens, wide, narrow and wanted rows
+ONE = np.array([1, 0, 1, 1])  # a step's header: tokens, wide, narrow and wanted rows
 CENTERING_TOKENS = 256
 FEW_HEADS = (
     "%s has one key-value head in a layer, and a q4_0 cache may change its answers (mean KL divergence above 0.05 in "
@@ -228,7 +228,7 @@ class CpuBackend(Backend):
             return super().step(token, sequence)
         cache.grow(sequence, position + 1)
         graph.tokens[0], graph.positions[0], graph.slots[0], graph.wanted[0] = token, position, sequence, 0
-        graph.header[: len(_ONE)] = _ONE
+        graph.header[: len(ONE)] = ONE
         logits: NDArray[np.float32] = self._walk(self._one, 1)[0]
         return logits
 

@@ -150,8 +150,11 @@ class Graph:
         """Rows that the head computes by tiles to give so many logits; 0: it takes the kernels of few tokens."""
         return -(-n_wanted // TILE_TOKENS) * TILE_TOKENS if self.tile_head and n_wanted >= TILE_TOKENS else 0
 
-    def ops(self, shape: Shape) -> list[Op]:
-        """The ops of a step. Where the logits go is set by `set_logits`."""
+    def ops(self, shape: Shape, output: list[Matrix] | None = None) -> list[Op]:
+        """The ops of a step. Where the logits go is set by `set_logits`.
+
+        output:  the head's matrices, where they are not the model's
+        """
         a = self.architecture
         groups = self._groups(shape)
         ops = [*self._angles(), self._embed()]
@@ -171,7 +174,7 @@ class Graph:
             if post is not None:
                 everything = Group(ZERO, N_TOKENS, "int8", 0)
                 ops.append(self._rows(everything, "post", "none", self.x, a.n_embd, post_weight=post))
-            ops += self._head(shape)
+            ops += self._head(shape, output or self.weights.output)
         return ops
 
     def observed_ops(self, shape: Shape) -> list[Op]:
@@ -197,10 +200,10 @@ class Graph:
         """Where the products that end a block go: added to x, or aside if a norm comes between."""
         return (self.post, "store") if self.architecture.post_norm else (self.x, "add")
 
-    def set_logits(self, ops: list[Op], logits: NDArray[np.float32]) -> None:
+    def set_logits(self, ops: list[Op], logits: NDArray[np.float32], output: list[Matrix] | None = None) -> None:
         """Points the head's products at the rows of `logits`, float32 (n_wanted + SPARE, stride)."""
-        column = 0
-        for op, matrix in zip(ops[-len(self.weights.output) :], self.weights.output, strict=True):
+        output, column = output or self.weights.output, 0
+        for op, matrix in zip(ops[-len(output) :], output, strict=True):
             place = 2 if op.reads is not None and op.reads.form == "tiles" else 3
             op.arguments[place : place + 2] = logits.ctypes.data + 4 * column, logits.strides[0]
             column += matrix.n_rows
@@ -480,19 +483,17 @@ class Graph:
                 ops.append(self._rows(group, kernel, form, self.hidden, a.n_ff, weight=self.up, private=group.private))
         return ops
 
-    def _head(self, shape: Shape) -> list[Op]:
+    def _head(self, shape: Shape, output: list[Matrix]) -> list[Op]:
         """The last norm and the logits of the wanted rows."""
         tiles = shape.wanted == TILE_TOKENS
         wanted = Group(ZERO, N_WANTED, "tiles" if tiles else "int8", shape.wanted)
-        weights = self.weights
+        norm = self.weights.output_norm
         ops = [
-            self._rows(
-                wanted, "norm", form, self.x, self.architecture.n_embd, weight=weights.output_norm, index=self.wanted
-            )
-            for form in self._forms_for(wanted, weights.output)
+            self._rows(wanted, "norm", form, self.x, self.architecture.n_embd, weight=norm, index=self.wanted)
+            for form in self._forms_for(wanted, output)
         ]
         rows = replace(wanted, count=N_WANTED_TILED) if tiles else wanted
-        for matrix in weights.output:
+        for matrix in output:
             op = self._one_product(rows, matrix, 0, 0, "store")
             assert op.reads is not None
             op.reads = replace(op.reads, count=N_WANTED)

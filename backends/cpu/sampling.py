@@ -39,8 +39,10 @@ ARGUMENTS = (
     "ranks",  # scratch, int64 (n,)
     "counts",  # scratch, int64 (n,), zeros before and after
     "undo",  # scratch, int64 (2 * (n_bias + distinct tokens),)
+    "ids",  # int64 (n,), the tokens whose logits are given where these are some of the vocabulary; 0: all are
+    "places",  # int32 (n_vocab,), the reverse: places among the logits, or -1; 0: all are
     "want_share",  # whether a greedy choice gets its share as well
-    "token",  # result: an id, or NOT_FINITE, or ALL_FORBIDDEN
+    "token",  # result: a place among the logits, or NOT_FINITE, or ALL_FORBIDDEN
     "share",  # result, float64: the token's probability among those kept; greedy: among all at temperature 1
 )
 PLACE = {name: place for place, name in enumerate(ARGUMENTS)}
@@ -50,6 +52,19 @@ RACE_DEPTH = 5.0  # logits further below the best one, in units of the temperatu
 _LOGITS, _HISTORY, _N_HISTORY, _TOKEN, _WANT_SHARE, _SHARE = (
     PLACE[x] for x in ("logits", "history", "n_history", "token", "want_share", "share")
 )
+
+
+class Some:
+    """Some tokens of a vocabulary: those whose logits a draft computes.
+
+    ids:     int64 (n,), ascending
+    places:  int32 (n_vocab,), where each token is in `ids`, or -1
+    """
+
+    def __init__(self, ids: NDArray[np.int64], n_vocab: int) -> None:
+        self.ids = ids
+        self.places = np.full(n_vocab, -1, np.int32)
+        self.places[ids] = np.arange(len(ids))
 
 
 class SampleKernel:
@@ -66,16 +81,23 @@ class SampleKernel:
         seed: int,
         bias_ids: NDArray[np.int64],
         bias: NDArray[np.float64],
+        some: Some | None = None,
         **arguments: float,
     ) -> Chain:
         """A chain for one request over `n` tokens; the other arguments by the kernel's names.
 
         seed:  below 2**64
+        some:  the tokens that the logits are of; None: all
         """
+        if some is not None:
+            n, places = len(some.ids), some.places[bias_ids]
+            bias_ids, bias = places[places >= 0].astype(np.int64), bias[places >= 0]
         given = {"n": n, "seed": seed - (seed >> 63 << 64), "n_bias": len(bias)} | arguments
         n_blocks = -(-n // BLOCK)
         sizes = {"peaks": n_blocks, "masses": n_blocks, "ranks": n, "counts": n, "undo": 2 * (len(bias) + n)}
         arrays = {name: np.zeros(size, np.int64) for name, size in sizes.items()}  # memory comes when touched
+        if some is not None:
+            arrays |= {"ids": some.ids, "places": some.places}
         return Chain(self._function, given, {"bias_ids": bias_ids, "bias": bias} | arrays)
 
 
@@ -104,6 +126,18 @@ class Chain:
     def share(self) -> float:
         """The probability of the token chosen last; of a greedy one where it was wanted."""
         return float(self._doubles[_SHARE])
+
+    @property
+    def address(self) -> int:
+        """Of the kernel's arguments, for kernels that sample themselves."""
+        return self._address
+
+    def prepare(self, logits: int, history: NDArray[np.int32], length: int) -> None:
+        """Sets what `__call__` is given, for a kernel that writes to the history; logits: their address."""
+        if history is not self._history:
+            self._history = history
+            self._words[_HISTORY] = history.ctypes.data
+        self._words[_LOGITS], self._words[_N_HISTORY], self._words[_WANT_SHARE] = logits, length, 1
 
     def __call__(
         self, logits: NDArray[np.float32], history: NDArray[np.int32], length: int, want_share: bool = False

@@ -15,7 +15,8 @@ from edgert.backends.cpu.isa import Isa
 
 # Places in the shared state; as in `kernels/walk.py`, which cannot be imported without Numba (a test compares them).
 GENERATION, ARRIVALS, TAPE, N_OPS, BASE, STOP = 0, 16, 32, 33, 34, 35
-YIELD, SYSCALL, FUTEX, PARKED, LINE = 36, 37, 38, 48, 8
+YIELD, SYSCALL, FUTEX, ENDED, PARKED, LINE = 36, 37, 38, 39, 48, 8
+LEAVE = 2  # after an op: all meet, and leave the tape if its kernel has ended it
 KERNELS = ("walk.role=lead", "walk.role=worker", "walk.role=post")
 
 _Kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
@@ -66,6 +67,11 @@ class Team:
             self._wake[thread].acquire()
             self._state[parked] = 0
 
+    @property
+    def address(self) -> int:
+        """Of the shared state, for kernels that end a tape."""
+        return self._address
+
     def run(self, tape: NDArray[np.int64]) -> None:
         """Walks a tape, int64 (n_ops, 3); the last op must be a meeting point. Returns when all threads are done."""
         state = self._state
@@ -77,6 +83,7 @@ class Team:
 
     def _post(self) -> None:
         if self.n_threads == 1:
+            self._state[GENERATION] += 1
             return
         self._announce(0, self.n_threads, self._address)
         for thread in range(1, self.n_threads):

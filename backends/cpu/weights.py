@@ -97,6 +97,24 @@ class Packer:
                 groups.append([name])
         return [self._join(group, interleave=False) for group in groups]
 
+    def pack_some(self, name: str, ids: NDArray[np.int64]) -> Matrix:
+        """Packs the rows `ids` (ascending) of a tensor, in the type that it has in the file."""
+        tensor, lanes = self._file.tensor(name), self._isa.lanes
+        codec = CODECS[CODEC_OF[tensor.format.name]]
+        rows = np.empty((len(ids), tensor.row_bytes), np.uint8)
+        at_once = max(1, BUFFER_BYTES // tensor.row_bytes)
+        for start in range(0, tensor.n_rows, at_once):
+            raw = np.empty((min(at_once, tensor.n_rows - start), tensor.row_bytes), np.uint8)
+            tensor.read_into(raw, start * tensor.row_bytes)
+            low, high = np.searchsorted(ids, [start, start + len(raw)])
+            rows[low:high] = raw[ids[low:high] - start]
+        panels = n_panels(len(ids), 2 * lanes) * 2
+        data = self._arena.take(panels * codec.panel_bytes(tensor.n_cols, lanes))
+        part = Part(name, len(ids), 0, 1)
+        matrix = Matrix(codec.name, len(ids), tensor.n_cols, panels, data, (part,))
+        pack_rows(self._team, self._isa, tensor.format.name, rows, matrix, part)
+        return matrix
+
     def pack_pair(self, gate: str, up: str) -> Matrix | None:
         """Packs two tensors with their panels in turn; None if their codecs differ."""
         if self._codec(gate) != self._codec(up) or self._file.tensor(gate).n_rows % (2 * self._isa.lanes):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.base import Backend, Batch
+from edgert.backends.base import Backend, Batch, Stakes
 from edgert.errors import DoesNotFitError
+from edgert.sampler import Sampler
 
 REACH = 512  # tokens back that are read when it has fallen behind by more
 
@@ -19,31 +23,64 @@ class DraftModel:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        self._native: Any = backend if "guess" in backend.capabilities else None
         self._read = [np.zeros(backend.n_ctx, np.int32) for _ in range(backend.n_seq_max)]
         self._starts = [0] * backend.n_seq_max
 
-    def follow(self, sequence: int, tokens: NDArray[np.int32], n: int) -> NDArray[np.float32]:
-        """Reads what it has not read of the first n tokens: float32 (n_vocab,), the logits after the last one."""
+    def guess(
+        self, sequence: int, tokens: NDArray[np.int32], n: int, sampler: Sampler, stakes: Stakes
+    ) -> NDArray[np.float64]:
+        """Writes guesses behind the first n tokens of a sequence; float64, their probabilities.
+
+        Raises: EdgertError when it cannot.
+        """
+        if self._native and sampler.has_kernel:
+            pending = self._catch_up(sequence, tokens, n, 2)
+            chain = sampler.chain_over(self._native.some)
+            shares: NDArray[np.float64] = self._native.guess(sequence, pending, chain, tokens, n, stakes)
+            start, read = self._starts[sequence], self._read[sequence]
+            held = self.backend.length(sequence)
+            first = n - start - len(pending)
+            read[first:held] = tokens[start + first : start + held]
+            return shares
+        return self._guess_in_turn(sequence, tokens, n, sampler, stakes)
+
+    def _guess_in_turn(
+        self, sequence: int, tokens: NDArray[np.int32], n: int, sampler: Sampler, stakes: Stakes
+    ) -> NDArray[np.float64]:
+        """The same, one call of the backend for each token."""
+        token, likely, shares = int(self._catch_up(sequence, tokens, n, 1)[0]), 1.0, []
+        most = min(stakes.most, self.backend.n_ctx - self.backend.length(sequence))
+        while True:
+            row = self._step(sequence, token)
+            token, share = sampler.guess(row, tokens, n + len(shares))
+            if share < stakes.p_min:
+                break
+            tokens[n + len(shares)] = token
+            shares.append(share)
+            likely *= stakes.odds[bisect_right(stakes.sure, share)]
+            if len(shares) >= most or likely < stakes.floors[len(shares)] or token in stakes.ends:
+                break
+        return np.array(shares)
+
+    def _catch_up(self, sequence: int, tokens: NDArray[np.int32], n: int, rest: int) -> NDArray[np.int32]:
+        """Reads what it has not read of the first n tokens, but for the last ones: those, 1 to `rest`."""
         backend, read, start = self.backend, self._read[sequence], self._starts[sequence]
-        same = max(0, min(backend.length(sequence), n - 1 - start))
+        held = backend.length(sequence)
+        same = max(0, min(held, n - 1 - start))
         if same and not np.array_equal(read[:same], tokens[start : start + same]):
             same = int((read[:same] != tokens[start : start + same]).argmax())
         reach = min(REACH, backend.n_ctx // 2)
         if not same or n - start - same > reach or n - start >= backend.n_ctx:
             start = self._starts[sequence] = 0 if n <= reach else n - reach
             same = 0
-        if same < backend.length(sequence):
+        if same < held:
             backend.truncate(sequence, same)
-        if n - start - same == 1:
-            return self.step(sequence, int(tokens[n - 1]))
         read[same : n - start] = tokens[start + same : n]
-        while start + same < n:
-            count = min(backend.n_batch, n - start - same)
-            last = start + same + count == n
-            part = tokens[start + same : start + same + count]
-            batch = Batch.of(part.tolist(), same, sequence, "last" if last else "none")
+        while start + same < n - rest:
+            count = min(backend.n_batch, n - 1 - start - same)
             try:
-                logits = backend.forward(batch)
+                backend.forward(Batch.of(tokens[start + same : start + same + count].tolist(), same, sequence, "none"))
             except DoesNotFitError:
                 others = [i for i in range(backend.n_seq_max) if i != sequence and backend.length(i)]
                 if not others:
@@ -52,14 +89,9 @@ class DraftModel:
                     backend.free(other)
                 continue
             same += count
-        row: NDArray[np.float32] = logits[0]
-        return row
+        return tokens[start + same : n].copy()
 
-    def step(self, sequence: int, token: int) -> NDArray[np.float32]:
+    def _step(self, sequence: int, token: int) -> NDArray[np.float32]:
         """Reads one token more: float32 (n_vocab,)."""
         self._read[sequence][self.backend.length(sequence)] = token
         return self.backend.step(token, sequence)
-
-    def room(self, sequence: int, n: int) -> int:
-        """How many tokens after the first n it can read on."""
-        return self.backend.n_ctx - (n - self._starts[sequence])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
+import numpy as np
+
 from edgert.backends.base import Backend, Batch
 
 
@@ -69,13 +71,15 @@ def _interpolated(found: dict[int, float], n_most: int) -> list[float]:
 class Odds:
     """How often guesses of each class were right, the latest counting most.
 
-    prior:  what is believed of each class before anything was seen
+    prior:   what is believed of each class before anything was seen
+    values:  float64 by class
     """
 
     def __init__(self, prior: Sequence[float], weight: float = 6.0, memory: float = 0.99) -> None:
         self._right = [weight * p for p in prior]
         self._tried = [weight] * len(prior)
         self._memory = memory
+        self.values = np.array(prior, np.float64)
         self.mean = 0.6  # of all classes together, as often as they come
 
     def __getitem__(self, kind: int) -> float:
@@ -85,6 +89,7 @@ class Odds:
         """Counts a guess that was checked."""
         self._right[kind] = self._memory * self._right[kind] + right
         self._tried[kind] = self._memory * self._tried[kind] + 1
+        self.values[kind] = self[kind]
         self.mean += 0.02 * (right - self.mean)
 
 

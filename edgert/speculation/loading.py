@@ -7,7 +7,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from edgert.backends.base import Backend
 from edgert.catalogue import CATALOGUE
@@ -24,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 KINDS = ("auto", "draft", "ngram", "off")
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
+FREQUENT = "edgert.draft.frequent_tokens"  # metadata of a draft: int32, ids of tokens, the most frequent first
+N_COMMON = 8192  # of these that it guesses
 MOST = 62  # tokens guessed in a step; with more, the cpu backend would compute some of them in another form
 
 
@@ -79,7 +84,7 @@ def speculator(
             draft = find(settings.draft) if settings.draft is not None else find_made_for(path)
             if draft is not None:
                 check_vocabulary(path, draft)
-                model = DraftModel(_load(draft, backend, n_threads, progress))
+                model = DraftModel(_load(draft, backend, settings.most, n_threads, progress))
             elif asked:
                 raise EdgertError(
                     f"No draft is known for {path.name}: name a small model of the same vocabulary with -md, "
@@ -104,20 +109,39 @@ def speculator(
     )
 
 
-def _load(draft: Path, target: Backend, n_threads: int | None, progress: Callable[[int, int], None] | None) -> Backend:
+def _load(
+    draft: Path, target: Backend, most: int, n_threads: int | None, progress: Callable[[int, int], None] | None
+) -> Backend:
     """The draft on the engine that runs the target, with as many sequences."""
     from edgert import backends
     from edgert.quantize.gguf_file import GGUFFile
 
     with GGUFFile.open(draft) as file:
         n_ctx = min(target.n_ctx, file.get(f"{file.architecture}.context_length", int))
-    name = target.verdict.backend
-    options: dict[str, Any] = {"n_seq_max": target.n_seq_max}
-    if name == "cpu":
-        options |= {"beside": target, "n_cached": n_ctx + 512}
-    backend = backends.load(draft, backend=name, n_ctx=n_ctx, n_threads=n_threads, progress=progress, **options)
-    backend.prepare(2)  # after a guess that was all right, it has two tokens to read
-    return backend
+        name = target.verdict.backend
+        if name == "cpu":
+            from edgert.backends.cpu.draft import CpuDraft
+
+            return CpuDraft(
+                file,
+                n_guesses=most,
+                common=_common(file),
+                n_ctx=n_ctx,
+                n_threads=n_threads,
+                n_seq_max=target.n_seq_max,
+                n_cached=n_ctx + 512,
+                beside=target,
+                progress=progress,
+            )
+    return backends.load(draft, backend=name, n_ctx=n_ctx, n_threads=n_threads, n_seq_max=target.n_seq_max)
+
+
+def _common(file: GGUFFile) -> NDArray[np.int64] | None:
+    """int64, ascending: the tokens that a draft guesses, where its file says which are frequent."""
+    ids = file.metadata.get(FREQUENT)
+    if ids is None:
+        return None
+    return np.unique(np.asarray(ids, np.int64)[:N_COMMON])
 
 
 def find(draft: str | os.PathLike[str]) -> Path:

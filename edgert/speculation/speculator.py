@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from edgert.backends.base import Stakes
 from edgert.errors import EdgertError
 from edgert.speculation.draft_model import DraftModel
 from edgert.speculation.economics import Costs, Odds, Source
@@ -27,6 +30,7 @@ LONG_ENOUGH = 5  # agreeing tokens in the present text with which no other text 
 AGREED = (3, 4, 5, 7, 10, 16, 32)
 AGREED_ODDS = (0.35, 0.45, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 SURE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 0.99)
+BOUNDS = np.array(SURE)
 SURE_ODDS = (0.08, 0.18, 0.28, 0.38, 0.48, 0.58, 0.68, 0.78, 0.87, 0.94, 0.97, 0.99)
 
 
@@ -85,6 +89,9 @@ class Speculator:
         self._draft_step = costs[1] / 10  # seconds
         self._paces: dict[int, tuple[float, float]] = {}  # requests at once -> tokens and seconds of late
         self._began = 0.0
+        self._n_rounds = 0
+        self._known_floors: dict[tuple[int, int], tuple[int, NDArray[np.float64]]] = {}
+        self._end_ids: tuple[frozenset[int], NDArray[np.int64]] = (frozenset(), np.empty(0, np.int64))
 
     def pace(self, n: int) -> float:
         """Tokens a second that n requests have made together lately, at least those of plain steps."""
@@ -97,6 +104,7 @@ class Speculator:
         room:  rows that the step may have beyond one for each task
         """
         self._began = perf_counter()
+        self._n_rounds += 1
         pace, rows, counts = self.pace(len(tasks)), len(tasks), []
         for task in tasks:
             if task.guessing is None:
@@ -154,49 +162,47 @@ class Speculator:
 
     def _from_model(self, task: Generation, request: Request, rows: int, pace: float, limit: int) -> int:
         """Guesses of the draft model, until it is too unsure of them."""
-        model, slot, kinds = self.model, task.slot, request.now.kinds
+        model, slot = self.model, task.slot
         assert model is not None
-        tokens, n = slot.tokens, slot.n_tokens
-        odds = self.draft_odds[request.sampled]
-        likely, chances = 1.0, []
+        odds, n = self.draft_odds[request.sampled], slot.n_tokens
+        began = perf_counter()
         try:
-            row = model.follow(slot.sequence, tokens, n)
-            limit = min(limit, model.room(slot.sequence, n))
-            began = perf_counter()
-            while True:
-                token, probability = task.sampler.guess(row, tokens, n + len(kinds))
-                if probability < self.p_min:
-                    break
-                kind = bisect_right(SURE, probability)
-                tokens[n + len(kinds)] = token
-                kinds.append(kind)
-                chances.append(odds[kind])
-                likely *= odds[kind]
-                if len(kinds) >= limit or token in task.end_ids:
-                    break
-                if len(kinds) >= self.least and not self._worth(likely, odds.mean, rows + len(kinds), pace):
-                    break
-                row = model.step(slot.sequence, token)
-            if kinds:
-                self._draft_step += 0.1 * ((perf_counter() - began) / len(kinds) - self._draft_step)
+            ends, floors = self._ends_of(task.end_ids), self._floors(odds.mean, rows, pace, limit)
+            stakes = Stakes(limit, floors, self.p_min, BOUNDS, odds.values, ends)
+            shares = model.guess(slot.sequence, slot.tokens, n, task.sampler, stakes).tolist()
         except EdgertError:  # the draft's memory is full, or its weights are damaged: the target goes on alone
             request.sources["draft"].give_up()
-        count, _ = self._best_length(chances, rows, pace)
+            return 0
+        if shares:
+            self._draft_step += 0.1 * ((perf_counter() - began) / len(shares) - self._draft_step)
+        kinds = request.now.kinds
+        kinds += [bisect_right(SURE, share) for share in shares]
+        count, _ = self._best_length([odds[kind] for kind in kinds], rows, pace)
         del kinds[count:]
         return count
 
-    def _worth(self, likely: float, mean: float, rows: int, pace: float) -> bool:
-        """Whether guessing on promises more tokens than its time would give otherwise.
+    def _ends_of(self, ids: frozenset[int]) -> NDArray[np.int64]:
+        if ids is not self._end_ids[0]:
+            self._end_ids = ids, np.array(sorted(ids), np.int64)
+        return self._end_ids[1]
 
-        likely:  that all guesses so far are right
-        """
-        gain, cost = 0.0, self.costs[rows]
-        for i in range(1, 5):
-            likely *= mean
-            gain += likely
-            if gain > pace * (i * self._draft_step + self.costs[rows + i] - cost):
-                return True
-        return False
+    def _floors(self, mean: float, rows: int, pace: float, most: int) -> NDArray[np.float64]:
+        """float64 (most + 1,): after so many guesses, the least chance that all are right with which guessing on
+        promises more tokens than its time would give otherwise."""
+        key = rows, most
+        known = self._known_floors.get(key)
+        if known is not None and self._n_rounds - known[0] < 16:
+            return known[1]
+        floors = np.zeros(most + 1)
+        sums = list(itertools.accumulate(mean**i for i in range(1, 5)))
+        for count in range(max(self.least, 1), most):
+            cost = self.costs[rows + count]
+            floors[count] = min(
+                pace * (i * self._draft_step + self.costs[rows + count + i] - cost) / gain
+                for i, gain in enumerate(sums, 1)
+            )
+        self._known_floors[key] = self._n_rounds, floors
+        return floors
 
     def _best_length(self, chances: list[float], rows: int, pace: float) -> tuple[int, float]:
         """How many guesses to check, and the tokens that this promises beyond those of its time."""

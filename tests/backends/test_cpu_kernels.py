@@ -121,6 +121,8 @@ def test_places_of_the_team_are_those_of_the_walk():
         "YIELD",
         "SYSCALL",
         "FUTEX",
+        "ENDED",
+        "LEAVE",
         "PARKED",
         "LINE",
     ):

@@ -28,6 +28,23 @@ _KEY_OF_MINUS_INFINITY = -0x7F800000
 
 def build(isa: Isa) -> Callable[[int, int, int], None]:
     """The kernel; one thread does all."""
+    call = chooser(isa, "sample")
+    put = emitted(isa, 3, _store_word)
+    TOKEN = PLACE["token"]
+
+    def sample(thread, n_threads, a):
+        if thread == 0:
+            put(a, TOKEN, call(a))
+
+    sample.__qualname__ = f"{isa.name}.{sample.__qualname__}"
+    return sample
+
+
+def chooser(isa: Isa, owner: str) -> Any:
+    """A Numba function (address of the arguments) that chooses a token.
+
+    owner:  the kernel that it is for; kernels are loaded together, and their symbols must differ
+    """
     scan = emitted(isa, 3, _scan, types.int64)
     block_peak = emitted(isa, 1, _block_peak, types.int64)
     block_mass = emitted(isa, 6, _block_mass, types.float64)
@@ -38,13 +55,13 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
     put = emitted(isa, 3, _store_word)
 
     def named(function: Callable[..., Any]) -> Callable[..., Any]:
-        function.__qualname__ = f"{isa.name}.{function.__qualname__}"  # symbols of two sets must not meet
+        function.__qualname__ = f"{isa.name}.{owner}.{function.__qualname__}"  # symbols of two sets must not meet
         return function
 
     def helper(function: Callable[..., Any]) -> Any:
         return numba.njit(error_model="numpy", forceinline=True)(named(function))
 
-    LOGITS, N, SEED, TOKEN = PLACE["logits"], PLACE["n"], PLACE["seed"], PLACE["token"]
+    LOGITS, N, SEED, IDS, PLACES = (PLACE[x] for x in ("logits", "n", "seed", "ids", "places"))
     HISTORY, N_HISTORY, N_LAST = PLACE["history"], PLACE["n_history"], PLACE["n_last"]
     BIAS_IDS, BIAS, N_BIAS, TOP_K = PLACE["bias_ids"], PLACE["bias"], PLACE["n_bias"], PLACE["top_k"]
     TEMPERATURE, TOP_P, LOG_MIN_P = PLACE["temperature"], PLACE["top_p"], PLACE["log_min_p"]
@@ -70,6 +87,14 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
         return peak
 
     @helper
+    def place_of(a, token):
+        return bits_at(word(a, PLACES), token) if word(a, PLACES) else token
+
+    @helper
+    def id_of(a, place):
+        return word(word(a, IDS), place) if word(a, IDS) else place
+
+    @helper
     def bend(a, logits):
         """Bias and penalties; returns how many (id, former value) pairs lie in undo."""
         undo, n_undo = word(a, UNDO), 0
@@ -84,11 +109,12 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
         n_last = word(a, N_LAST)
         begin = max(0, n_history - n_last) if n_last >= 0 else 0
         for j in range(begin, n_history):
-            token = bits_at(history, j)
-            put(counts, token, word(counts, token) + 1)
+            token = place_of(a, bits_at(history, j))
+            if token >= 0:
+                put(counts, token, word(counts, token) + 1)
         for j in range(begin, n_history):
-            token = bits_at(history, j)
-            count = word(counts, token)
+            token = place_of(a, bits_at(history, j))
+            count = word(counts, token) if token >= 0 else 0
             if count:
                 put(counts, token, 0)
                 value = logit_at(logits, token)
@@ -250,7 +276,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
                         share = exp(bits_of((logit_at(logits, i) - peak) * scale))
                         if rank >= near:
                             total += share
-                            time = time_of(state, i)
+                            time = time_of(state, id_of(a, i))
                             if share > speed * time:
                                 speed, token, won = share / time, i, share
                         else:
@@ -338,12 +364,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
 
         return signature, generate
 
-    @named
-    def sample(thread, n_threads, a):
-        if thread == 0:
-            put(a, TOKEN, call(a))
-
-    return sample
+    return call
 
 
 # Vector passes

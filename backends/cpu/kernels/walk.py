@@ -1,6 +1,7 @@
 """Walking a tape: what each thread of the team runs.
 
-A tape is int64 (n_ops, 3): kernel address, argument address, whether all threads meet after it. The team's shared
+A tape is int64 (n_ops, 3): kernel address, argument address, and whether all threads meet after it (1), or meet and
+leave if the kernel has ended the tape (2). The team's shared
 state is an int64 array; words that threads poll stand on cache lines of their own (places below).
 """
 
@@ -23,6 +24,8 @@ GENERATION = 0  # how many tapes were posted
 ARRIVALS = 16  # how often threads have reached a meeting point, over all time
 TAPE = 32  # address, ops, arrivals before this tape; then whether to stop, and addresses and numbers of system calls
 N_OPS, BASE, STOP, YIELD, SYSCALL, FUTEX = 33, 34, 35, 36, 37, 38
+ENDED = 39  # the last tape that a kernel has ended before its end, by its generation, lest a late thread miss it
+LEAVE = 2
 SLEEPERS = 40  # threads that sleep in the kernel until a word above grows
 PARKED = 48  # one cache line a thread: 1 while it sleeps outside; then the tapes that it has seen
 LINE = 8
@@ -144,8 +147,8 @@ def build(isa: Isa, role: str) -> Callable[[int, int, int], None]:
 
     def walk(thread, n_threads, state):
         while True:
+            mine = state + 8 * (PARKED + LINE * thread)
             if not leads:
-                mine = state + 8 * (PARKED + LINE * thread)
                 seen = word(mine, 1)
                 tries = 0
                 while _load(state + 8 * GENERATION) == seen:
@@ -165,6 +168,7 @@ def build(isa: Isa, role: str) -> Callable[[int, int, int], None]:
                 if _load(state + 8 * STOP):
                     return
             tape, n_ops, target = word(state, TAPE), word(state, N_OPS), word(state, BASE)
+            generation = word(state, GENERATION) if leads else word(mine, 1)
             for i in range(n_ops):
                 op = tape + 24 * i
                 _call(word(op, 0), thread, n_threads, word(op, 1))
@@ -181,6 +185,8 @@ def build(isa: Isa, role: str) -> Callable[[int, int, int], None]:
                                 _call_yield(word(state, YIELD))
                         else:
                             _sleep(state, ARRIVALS, target)
+                    if word(op, 2) == LEAVE and _load(state + 8 * ENDED) >= generation:
+                        break
             if leads:
                 return
 

@@ -1,0 +1,83 @@
+"""A draft model's guesses in one walk of a tape: step, choice, step, choice, without a word of Python between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from edgert.backends.base import Stakes
+    from edgert.backends.cpu.sampling import Chain
+
+# Places of the kernel's arguments (8 bytes each).
+ARGUMENTS = (
+    "chain",  # address of the sampling kernel's arguments; its history is written to
+    "team",  # address of the team's state
+    "count",  # guesses so far
+    "steps",  # steps so far
+    "most",
+    "likely",  # float64: that all guesses so far are right
+    "floors",  # float64 (most + 1): going on from so many guesses takes at least this chance
+    "p_min",  # float64: the least probability of a guess
+    "n_sure",
+    "sure",  # float64 (n_sure,), ascending: bounds between classes of probabilities
+    "odds",  # float64 (n_sure + 1,): how often guesses of each class are right
+    "shares",  # result, float64 (most,): the guesses' probabilities
+    "n_ends",
+    "ends",  # int64 (n_ends,): tokens after which nothing is guessed
+    "position",  # of the token that the step before has read
+    "tokens",  # where the next step finds its token, as the next two
+    "positions",
+    "wanted",
+    "header",  # int64 (n_header,): the step's numbers of rows
+    "one",  # the same of a step of one token
+    "n_header",
+)
+PLACE = {name: place for place, name in enumerate(ARGUMENTS)}
+ROWS = 2  # tokens that the first step may read
+
+
+class Guessing:
+    """The kernel's arguments, and the tapes that it is part of.
+
+    words:  int64 (len(ARGUMENTS),)
+    steps:  for each number of rows, from 1 on, the words of a step with the kernel behind it, int64 (n_ops, 3)
+    most:   guesses
+    """
+
+    def __init__(self, words: NDArray[np.int64], steps: Sequence[NDArray[np.int64]], most: int) -> None:
+        self.words, self.most = words, most
+        self._doubles = words.view(np.float64)
+        self._tapes = [np.concatenate([first, *[steps[0]] * (most - 1)]) for first in steps]
+        self._ends = [[len(first) + i * len(steps[0]) for i in range(most)] for first in steps]
+        self.shares = np.zeros(most)
+        words[PLACE["shares"]] = self.shares.ctypes.data
+
+    def tape(self, n_rows: int, most: int) -> NDArray[np.int64]:
+        """The words of up to `most` steps, the first with `n_rows` rows."""
+        return self._tapes[n_rows - 1][: self._ends[n_rows - 1][most - 1]]
+
+    def set(self, chain: Chain, stakes: Stakes, most: int, position: int) -> None:
+        """Writes the arguments. position: of the last token that the first step reads"""
+        words, doubles = self.words, self._doubles
+        words[PLACE["chain"]], words[PLACE["most"]] = chain.address, most
+        words[PLACE["count"]] = words[PLACE["steps"]] = 0
+        doubles[PLACE["likely"]], doubles[PLACE["p_min"]] = 1.0, stakes.p_min
+        words[PLACE["floors"]] = stakes.floors.ctypes.data
+        words[PLACE["n_sure"]], words[PLACE["sure"]] = len(stakes.sure), stakes.sure.ctypes.data
+        words[PLACE["odds"]] = stakes.odds.ctypes.data
+        words[PLACE["n_ends"]], words[PLACE["ends"]] = len(stakes.ends), stakes.ends.ctypes.data
+        words[PLACE["position"]] = position
+
+    @property
+    def count(self) -> int:
+        """Guesses of the last walk."""
+        return int(self.words[PLACE["count"]])
+
+    @property
+    def steps(self) -> int:
+        """Steps of the last walk."""
+        return int(self.words[PLACE["steps"]])
