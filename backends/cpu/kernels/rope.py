@@ -57,10 +57,11 @@ def build(
     per_token = heads + 2 * heads_kv
 
     def rope(thread, n_threads, a):
-        n_units = word(word(a, 2), 0) * per_token
+        n_tokens = word(word(a, 2), 0)
+        n_units = n_tokens * per_token
         for unit in range(n_units * thread // n_threads, n_units * (thread + 1) // n_threads):
-            token = unit // per_token
-            head = unit - token * per_token
+            head = unit // n_tokens  # threads that wrote neighbours of one head would share lines of the cache
+            token = unit - head * n_tokens
             x = word(a, 0) + token * word(a, 1) + head * dim * 4
             if word(a, 11):
                 add_bias(x, word(a, 11) + head * dim * 4)
