@@ -83,7 +83,7 @@ def load(
     sampling:         defaults of this model's requests, over those that the file recommends
     chat_template:    a Jinja template in place of the file's
     draft:            a small model of the same vocabulary that guesses tokens, which this one checks; None: the one
-                      that was made for this model, if it lies beside it
+                      that was made for this model: smollm2's comes with edgert
     spec:             which guesses are tried: "draft", "ngram" (what was already said), "auto" (both take turns, as
                       it pays), "off"; the replies are the same with all of them; None: "auto" with a draft, else "off"
     spec_max:         most tokens guessed for a step; None: 15, of which as many are guessed as pay
@@ -206,6 +206,12 @@ class Model:
     def speculator(self) -> Speculator | None:
         """What guesses tokens ahead, if anything does."""
         return self._engine.speculator
+
+    @property
+    def engine(self) -> str:
+        """The verdict in a line, and where guesses come from, if anything guesses."""
+        guesses = f" · guesses from {self.speculator.name}" if self.speculator else ""
+        return f"{self.verdict}{guesses}"
 
     @property
     def n_ctx(self) -> int:

@@ -152,9 +152,6 @@ class CpuBackend(Backend):
     def prepare(self, n_tokens: int) -> None:
         shapes = {self._graph.shape(0, n, n) for n in range(1, min(n_tokens, WINDOW) + 1)}
         self._compile(shapes)
-        for shape in shapes:
-            if shape not in self._tapes:
-                self._make_tape(shape, self._tapes, self._graph.ops)
 
     def _center_keys(self) -> None:
         """Finds the mean that keys of few bits are held less of, from some tokens that the model reads.

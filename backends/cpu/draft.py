@@ -40,7 +40,7 @@ class CpuDraft(CpuBackend):
             output = [Packer(file, self.isa, self._team).pack_some(name, common)]
         columns = sum(matrix.n_panels * self.isa.lanes for matrix in output)
         rows = aligned((1 + SPARE) * columns * 4).view(np.float32).reshape(-1, columns)
-        self._guessed_logits = rows
+        self._guessed_logits, self._logits_address = rows, rows.ctypes.data
         self._output = output
         guess = compiler.addresses(["guess"], self.isa, self._progress)["guess"]
         words = self._graph.arena.integers(len(PLACE))
@@ -89,7 +89,7 @@ class CpuDraft(CpuBackend):
         header = graph.header
         header[: len(ONE)] = rows, 0, rows, 1
         header[N_WANTED_TILED] = 0
-        chain.prepare(self._guessed_logits.ctypes.data, history, n)
+        chain.prepare(self._logits_address, history, n)
         guessing.set(chain, stakes, most, length + rows - 1)
         self._team.run(guessing.tape(rows, most))
         cache.truncate(sequence, length + rows + guessing.steps - 1)

@@ -54,6 +54,7 @@ class Guessing:
         self._tapes = [np.concatenate([first, *[steps[0]] * (most - 1)]) for first in steps]
         self._ends = [[len(first) + i * len(steps[0]) for i in range(most)] for first in steps]
         self.shares = np.zeros(most)
+        self._stakes: Stakes | None = None
         words[PLACE["shares"]] = self.shares.ctypes.data
 
     def tape(self, n_rows: int, most: int) -> NDArray[np.int64]:
@@ -63,14 +64,16 @@ class Guessing:
     def set(self, chain: Chain, stakes: Stakes, most: int, position: int) -> None:
         """Writes the arguments. position: of the last token that the first step reads"""
         words, doubles = self.words, self._doubles
-        words[PLACE["chain"]], words[PLACE["most"]] = chain.address, most
+        words[PLACE["chain"]], words[PLACE["most"]], words[PLACE["position"]] = chain.address, most, position
         words[PLACE["count"]] = words[PLACE["steps"]] = 0
-        doubles[PLACE["likely"]], doubles[PLACE["p_min"]] = 1.0, stakes.p_min
-        words[PLACE["floors"]] = stakes.floors.ctypes.data
-        words[PLACE["n_sure"]], words[PLACE["sure"]] = len(stakes.sure), stakes.sure.ctypes.data
-        words[PLACE["odds"]] = stakes.odds.ctypes.data
-        words[PLACE["n_ends"]], words[PLACE["ends"]] = len(stakes.ends), stakes.ends.ctypes.data
-        words[PLACE["position"]] = position
+        doubles[PLACE["likely"]] = 1.0
+        if stakes is self._stakes:
+            return
+        self._stakes = stakes
+        doubles[PLACE["p_min"]] = stakes.p_min
+        words[PLACE["n_sure"]], words[PLACE["n_ends"]] = len(stakes.sure), len(stakes.ends)
+        for name in ("floors", "sure", "odds", "ends"):
+            words[PLACE[name]] = getattr(stakes, name).ctypes.data
 
     @property
     def count(self) -> int:

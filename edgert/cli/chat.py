@@ -96,7 +96,7 @@ class Chat:
 
     def describe(self) -> str:
         """What model this is and what runs it."""
-        lines = [f"model    {self.conversation.model}", f"engine   {self.model.verdict}"]
+        lines = [f"model    {self.conversation.model}", f"engine   {self.model.engine}"]
         lines += [f"         {name}: {value}" for name, value in self.model.verdict.details.items()]
         lines += [f"tried    {trial}" for trial in self.model.verdict.trials]
         lines.append(f"context  {self.model.n_ctx} tokens")
@@ -108,7 +108,7 @@ class Chat:
         from edgert.cli.terminal import unquote
 
         with self.terminal:
-            self.note(f"{self.conversation.model} · {self.model.verdict}")
+            self.note(f"{self.conversation.model} · {self.model.engine}")
             while True:
                 try:
                     text = self.prompt.read()

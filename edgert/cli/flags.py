@@ -127,7 +127,10 @@ def model_flags(function: F) -> F:
                 help="In place of the file's: a Jinja template, @FILE, or gemma, llama3, chatml, phi3.",
             ),
             flag("-md", "--model-draft", metavar="MODEL", help="A small model of the same vocabulary that guesses."),
-            flag("--spec-type", help="Which guesses are tried: auto, draft, ngram, off.  [auto with -md, else off]"),
+            flag(
+                "--spec-type",
+                help="Which guesses are tried: auto, draft, ngram, off.  [auto with a draft, else off]",
+            ),
             flag(
                 "--spec-max",
                 "--draft-max",

@@ -45,7 +45,7 @@ def command(
     with load(flags) as model, ProgressLine() as line:
         progress = PromptProgress(line)
         if verbose:
-            click.echo(str(model.verdict), err=True)
+            click.echo(model.engine, err=True)
         if raw or model.template is None:
             if system:
                 raise click.UsageError("--system needs a chat template, and none is in use.")

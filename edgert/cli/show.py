@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,6 +41,7 @@ def command(
     path = store.resolve(model)
     with GGUFFile.open(path) as file:
         facts = {"model": model, "path": str(path), **describe_file(file, ctx_size, (cache_type_k, cache_type_v))}
+    facts["draft"] = draft_of(path)
     if only_template:
         if facts["chat_template"] is None:
             raise EdgertError(f"{model} has no chat template.")
@@ -48,6 +50,14 @@ def command(
         click.echo(json.dumps(facts, ensure_ascii=False, indent=1))
     else:
         click.echo(as_text(facts))
+
+
+def draft_of(path: Path) -> str | None:
+    """The draft that guesses for the model unless --spec-type off is given."""
+    from edgert.speculation.loading import find_made_for
+
+    draft = find_made_for(path)
+    return None if draft is None else str(draft)
 
 
 def describe_file(
@@ -203,6 +213,8 @@ def as_text(facts: dict[str, Any]) -> str:
     template = facts["chat_template"]
     lines.append(("template", f"{len(template)} characters (--template prints it)" if template else "none"))
     lines.append(("sampling", ", ".join(f"{name} {value}" for name, value in facts["sampling"].items())))
+    if facts.get("draft"):
+        lines.append(("draft", f"{facts['draft']}, which guesses ahead unless --spec-type off is given"))
     if made := facts["quantization"]:
         again = ", which was quantized before" if made["requantized"] else ""
         text = f"{made['calibration_tokens']:,} tokens of {made['calibration']}" if made["calibration"] else "no text"

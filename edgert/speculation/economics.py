@@ -14,17 +14,20 @@ class Costs:
     """Seconds that a step takes, by its rows; `costs[n]` for n from 1 to the length of what was given.
 
     The proportions between sizes change slowly and the level quickly, so that a size that is not in use is not
-    thought dear because the machine was busy when it was measured.
+    thought dear because the machine was busy when it was measured. What a size was first thought to cost gives way
+    to the first steps of that size, since the machine may have been busy then too.
     """
 
     def __init__(self, seconds: Sequence[float]) -> None:
         self._level = seconds[0]
         self._shape = [s / seconds[0] for s in seconds]
+        self._seen = [0] * len(seconds)
 
     @classmethod
-    def measure(cls, backend: Backend, n_most: int, budget: float = 0.15) -> Costs:
-        """Times steps of an idle backend; sizes that the budget (seconds) leaves no time for are interpolated."""
-        sizes = [n for n in (1, 2, 4, 8, 3, 6, 5, 7, 9, 16) if n < n_most] + [n_most]
+    def measure(cls, backend: Backend, n_most: int, budget: float = 0.04) -> Costs:
+        """Times steps of an idle backend; sizes between are interpolated, as are those that the budget (seconds) leaves
+        no time for."""
+        sizes = [n for n in (1, 2, 4, 8, 9, 16) if n <= n_most]
         found: dict[int, float] = {}
         began, turn = perf_counter(), 0
         while turn < 2 or (turn < 8 and perf_counter() - began < budget):
@@ -34,7 +37,7 @@ class Costs:
                 seconds = perf_counter() - start
                 backend.truncate(0, 0)
                 found[n] = min(seconds, found.get(n, seconds))  # what is measured beside other programs is too much
-                if len(found) > 3 and perf_counter() - began > 4 * budget:
+                if len(found) > 3 and perf_counter() - began > 8 * budget:
                     return cls(_interpolated(found, n_most))
             turn += 1
         return cls(_interpolated(found, n_most))
@@ -51,7 +54,9 @@ class Costs:
             error = min(max(seconds / self[n] - 1, -0.3), 0.3)
             self._level *= 1 + 0.2 * error
             if n > 1:
-                self._shape[n - 1] = max(1.0, self._shape[n - 1] * (1 + 0.02 * error))
+                self._seen[n - 1] += 1
+                share = max(0.02, 0.5 / (1 + self._seen[n - 1]))
+                self._shape[n - 1] = max(1.0, self._shape[n - 1] * (1 + share * error))
 
 
 def _interpolated(found: dict[int, float], n_most: int) -> list[float]:

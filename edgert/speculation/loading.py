@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 KINDS = ("auto", "draft", "ngram", "off")
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 FREQUENT = "edgert.draft.frequent_tokens"  # metadata of a draft: int32, ids of tokens, the most frequent first
+TOKENS = "tokenizer.ggml.tokens"
 N_COMMON = 8192  # of these that it guesses
 MOST = 62  # tokens guessed in a step; with more, the cpu backend would compute some of them in another form
 
@@ -37,7 +38,7 @@ class Settings:
     """How a model is to speculate.
 
     kind:   "draft": with a small model; "ngram": with what was already said; "auto": both take turns; "off";
-            None: "auto" where a draft is named, else "off"
+            None: "auto" where a draft is named, or one was made for the model and the cpu backend runs it; else "off"
     draft:  a path or name of the small model; None: the one made for this model, where there is one
     most:   tokens guessed in a step; least: tokens always guessed, paying or not
     p_min:  the draft's tokens below this probability are not guessed
@@ -74,17 +75,22 @@ def speculator(
 
     Raises: EdgertError when a draft that was asked for cannot serve.
     """
-    kind = settings.kind or ("off" if settings.draft is None else "auto")
+    known = None
+    if settings.draft is None and settings.kind in (None, "auto", "draft"):
+        known = find_made_for(path)
+    usual = settings.draft is not None or (known is not None and backend.verdict.backend == "cpu")
+    kind = settings.kind or ("auto" if usual else "off")  # guesses where they are known to pay
     if kind == "off":
         return None
-    model = None
+    model, names = None, [] if kind == "draft" else ["what was said"]
     if kind != "ngram":
         asked = settings.draft is not None or kind == "draft"
         try:
-            draft = find(settings.draft) if settings.draft is not None else find_made_for(path)
+            draft = known if settings.draft is None else find(settings.draft)
             if draft is not None:
                 check_vocabulary(path, draft)
                 model = DraftModel(_load(draft, backend, settings.most, n_threads, progress))
+                names.insert(0, draft.stem)
             elif asked:
                 raise EdgertError(
                     f"No draft is known for {path.name}: name a small model of the same vocabulary with -md, "
@@ -106,6 +112,7 @@ def speculator(
         most=settings.most,
         least=settings.least,
         p_min=settings.p_min,
+        name=" and ".join(names),
     )
 
 
@@ -170,6 +177,8 @@ def check_vocabulary(target: Path, draft: Path) -> None:
     from edgert.quantize.gguf_file import GGUFFile
 
     with GGUFFile.open(target) as a, GGUFFile.open(draft) as b:
+        if TOKENS in a.metadata and TOKENS in b.metadata and a.raw_value(TOKENS) == b.raw_value(TOKENS):
+            return
         ours, theirs = _tokens(a), _tokens(b)
     if len(ours) != len(theirs):
         raise EdgertError(
@@ -185,4 +194,4 @@ def check_vocabulary(target: Path, draft: Path) -> None:
 
 
 def _tokens(file: GGUFFile) -> list[bytes]:
-    return file.metadata.strings("tokenizer.ggml.tokens")
+    return file.metadata.strings(TOKENS)

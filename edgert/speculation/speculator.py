@@ -65,6 +65,7 @@ class Speculator:
     ngram:  whether what was already said is searched
     most, least:  tokens guessed in a step; with a `least` above 0 nothing is weighed and nothing pauses
     p_min:  a draft model's token that it holds less probable is not guessed, nor what would follow
+    name:   where guesses come from, for people
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class Speculator:
         most: int = SPEC_MAX,
         least: int = 0,
         p_min: float = 0.0,
+        name: str = "",
     ) -> None:
-        self.costs, self.model = costs, model
+        self.costs, self.model, self.name = costs, model, name
         self.most, self.least, self.p_min = most, min(least, most), p_min
         self.texts = [NgramMemory(n_ctx) for _ in range(n_seq_max)] if ngram else []
         self._owners: list[Request | None] = [None] * n_seq_max  # whose tokens each text holds
@@ -90,8 +92,7 @@ class Speculator:
         self._paces: dict[int, tuple[float, float]] = {}  # requests at once -> tokens and seconds of late
         self._began = 0.0
         self._n_rounds = 0
-        self._known_floors: dict[tuple[int, int], tuple[int, NDArray[np.float64]]] = {}
-        self._end_ids: tuple[frozenset[int], NDArray[np.int64]] = (frozenset(), np.empty(0, np.int64))
+        self._known_stakes: dict[tuple[bool, int, int, frozenset[int]], tuple[int, Stakes]] = {}
 
     def pace(self, n: int) -> float:
         """Tokens a second that n requests have made together lately, at least those of plain steps."""
@@ -167,8 +168,7 @@ class Speculator:
         odds, n = self.draft_odds[request.sampled], slot.n_tokens
         began = perf_counter()
         try:
-            ends, floors = self._ends_of(task.end_ids), self._floors(odds.mean, rows, pace, limit)
-            stakes = Stakes(limit, floors, self.p_min, BOUNDS, odds.values, ends)
+            stakes = self._stakes(request.sampled, rows, pace, limit, task.end_ids)
             shares = model.guess(slot.sequence, slot.tokens, n, task.sampler, stakes).tolist()
         except EdgertError:  # the draft's memory is full, or its weights are damaged: the target goes on alone
             request.sources["draft"].give_up()
@@ -181,18 +181,25 @@ class Speculator:
         del kinds[count:]
         return count
 
-    def _ends_of(self, ids: frozenset[int]) -> NDArray[np.int64]:
-        if ids is not self._end_ids[0]:
-            self._end_ids = ids, np.array(sorted(ids), np.int64)
-        return self._end_ids[1]
+    def _stakes(self, sampled: bool, rows: int, pace: float, most: int, end_ids: frozenset[int]) -> Stakes:
+        """When the draft is to stop, reckoned anew every few rounds."""
+        key = sampled, rows, most, end_ids
+        known = self._known_stakes.get(key)
+        if known is None or self._n_rounds - known[0] >= 16:
+            if len(self._known_stakes) > 64:
+                self._known_stakes.clear()
+            odds = self.draft_odds[sampled]
+            floors = self._floors(odds.mean, rows, pace, most)
+            ends = np.array(sorted(end_ids), np.int64)
+            known = self._known_stakes[key] = (
+                self._n_rounds,
+                Stakes(most, floors, self.p_min, BOUNDS, odds.values, ends),
+            )
+        return known[1]
 
     def _floors(self, mean: float, rows: int, pace: float, most: int) -> NDArray[np.float64]:
         """float64 (most + 1,): after so many guesses, the least chance that all are right with which guessing on
         promises more tokens than its time would give otherwise."""
-        key = rows, most
-        known = self._known_floors.get(key)
-        if known is not None and self._n_rounds - known[0] < 16:
-            return known[1]
         floors = np.zeros(most + 1)
         sums = list(itertools.accumulate(mean**i for i in range(1, 5)))
         for count in range(max(self.least, 1), most):
@@ -201,7 +208,6 @@ class Speculator:
                 pace * (i * self._draft_step + self.costs[rows + count + i] - cost) / gain
                 for i, gain in enumerate(sums, 1)
             )
-        self._known_floors[key] = self._n_rounds, floors
         return floors
 
     def _best_length(self, chances: list[float], rows: int, pace: float) -> tuple[int, float]:
