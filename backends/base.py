@@ -158,9 +158,13 @@ class Backend(ABC):
         """
         raise NotImplementedError
 
+    def extend(self, tokens: Sequence[int], position: int, sequence: int) -> NDArray[np.float32]:
+        """Some tokens more of one sequence: float32 (n, n_vocab), as `forward` gives them. Raises: as `forward`."""
+        return self.forward(Batch.of(tokens, position, sequence, "all"))
+
     def step(self, token: int, sequence: int) -> NDArray[np.float32]:
         """One token more of a sequence: float32 (n_vocab,), valid until the next call. Raises: as `forward`."""
-        logits: NDArray[np.float32] = self.forward(Batch.of([token], self.length(sequence), sequence))[0]
+        logits: NDArray[np.float32] = self.extend([token], self.length(sequence), sequence)[0]
         return logits
 
     def prepare(self, n_tokens: int) -> None:  # noqa: B027

@@ -74,6 +74,10 @@ class FakeModel:
     n_ctx = 4096
     verdict = Verdict("auto", "cpu", "a fake", "chosen by the test")
 
+    @property
+    def engine(self) -> str:
+        return str(self.verdict)
+
     def __init__(self) -> None:
         self.defaults = SamplingParams()
         self.backend = FakeBackend()

@@ -184,7 +184,9 @@ def test_a_stop_over_three_tokens_of_the_known_answer(smollm2: Model) -> None:
     assert "".join(chunk.text for chunk in chunks) == before
     assert chunks[-1].finish_reason == "stop"
     late = list(smollm2.chat(ask("Hi"), True, temperature=0, stop="x" * 200))
-    assert late[0].tokens == full.tokens[:1]
+    first = late[0].tokens  # more than one where guesses were right
+    assert late[0].text and first == full.tokens[: len(first)]
+    assert len(late) > 1
     assert "".join(chunk.text for chunk in late) == full.text
 
 

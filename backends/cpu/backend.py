@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -121,7 +121,8 @@ class CpuBackend(Backend):
             self.rounds_windows = self._graph.tiles
             self._tapes: dict[Shape, Tape] = {}
             self._observed: dict[Shape, Tape] = {}
-            self._one = self._graph.shape(0, 1, 1)
+            self._runs: dict[int, Shape] = {}  # of a few tokens of one sequence, by their number
+            self._n_logits = sum(matrix.n_panels * self.isa.lanes for matrix in weights.output)
             self._logits = aligned(4).view(np.float32).reshape(1, 1)
             self._compile_usual()
             if CACHE_TYPES[types[0]].refined:
@@ -216,25 +217,37 @@ class CpuBackend(Backend):
         header[N_WANTED_TILED] = graph.tiled(n_wanted)
         return graph.shape(n_wide, n - n_wide, n_wanted), n_wanted
 
-    def step(self, token: int, sequence: int) -> NDArray[np.float32]:
-        cache, graph = self._cache, self._graph
-        if self._closed or not (0 <= token < self.n_vocab and 0 <= sequence < self.n_seq_max):
-            return super().step(token, sequence)  # which says what is wrong
-        position = cache.lengths[sequence]
-        if position >= self.n_ctx:
-            return super().step(token, sequence)
-        cache.grow(sequence, position + 1)
-        graph.tokens[0], graph.positions[0], graph.slots[0], graph.wanted[0] = token, position, sequence, 0
-        graph.header[: len(ONE)] = ONE
-        logits: NDArray[np.float32] = self._walk(self._one, 1)[0]
-        return logits
+    def extend(self, tokens: Sequence[int], position: int, sequence: int) -> NDArray[np.float32]:
+        cache, graph, n = self._cache, self._graph, len(tokens)
+        # What is out of range is left to the usual way, which says what is wrong.
+        if self._closed or not (0 < n < WINDOW and 0 <= sequence < self.n_seq_max):
+            return super().extend(tokens, position, sequence)
+        end = position + n
+        if (
+            position != cache.lengths[sequence]
+            or end > self.n_ctx
+            or min(tokens) < 0
+            or max(tokens) >= self.n_vocab
+            or cache.missing({sequence: end})
+        ):
+            return super().extend(tokens, position, sequence)
+        cache.grow(sequence, end)
+        for i, token in enumerate(tokens):
+            graph.tokens[i], graph.positions[i], graph.slots[i], graph.wanted[i] = token, position + i, sequence, i
+        graph.header[: len(ONE)] = n, 0, n, n
+        graph.header[N_WANTED_TILED] = graph.tiled(n)
+        shape = self._runs.get(n)
+        if shape is None:
+            shape = self._runs[n] = graph.shape(0, n, n)
+        return self._walk(shape, n)
 
     def _walk(self, shape: Shape, n_wanted: int) -> NDArray[np.float32]:
         """Runs a step that lies in the buffers: float32 (n_wanted, n_vocab)."""
         tape = self._tapes.get(shape) or self._make_tape(shape, self._tapes, self._graph.ops)
         logits = self._room_for_logits(n_wanted)
-        if n_wanted:
+        if n_wanted and tape.logits is not logits:
             self._graph.set_logits(tape.ops, logits)
+            tape.logits = logits
         self._team.run(tape.words)
         result = logits[:n_wanted, : self.n_vocab]
         softcap = self.architecture.final_logit_softcapping
@@ -250,8 +263,7 @@ class CpuBackend(Backend):
 
     def _room_for_logits(self, n_wanted: int) -> NDArray[np.float32]:
         """float32 (n_wanted + SPARE or more, stride); kept from step to step while it is small, or as large."""
-        columns = sum(matrix.n_panels * self.isa.lanes for matrix in self._graph.weights.output)
-        rows = max(n_wanted + SPARE, self._graph.tiled(n_wanted))
+        rows, columns = max(n_wanted + SPARE, self._graph.tiled(n_wanted)), self._n_logits
         kept = len(self._logits)
         if kept < rows or kept > max(4 * SPARE, rows):
             self._logits = aligned(rows * columns * 4).view(np.float32).reshape(rows, columns)

@@ -62,7 +62,7 @@ class CpuDraft(CpuBackend):
     def guess(
         self,
         sequence: int,
-        pending: NDArray[np.int32],
+        pending: list[int],
         chain: Chain,
         history: NDArray[np.int32],
         n: int,

@@ -37,7 +37,7 @@ from edgert.quantize.architecture import Architecture
 SPARE = 8  # rows that buffers have beyond n_batch, since products run in steps of up to so many
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)  # tokens that a product kernel may run together
 ARENA_BYTES = 8 << 20  # of buffers allocated at a time
-PRIVATE_ROWS = 4  # up to so many rows every thread prepares its own copy instead of meeting the others
+PRIVATE_ROWS = 2  # up to so many rows every thread prepares its own copy instead of meeting the others
 
 # Places in a step's header.
 N_TOKENS, N_WIDE, N_NARROW, N_WANTED, ZERO, N_WANTED_TILED = range(6)

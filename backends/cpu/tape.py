@@ -55,7 +55,12 @@ class Op:
 
 
 class Tape:
-    """Ops made ready to be walked: int64 (n_ops, 3), and all arguments in one piece."""
+    """Ops made ready to be walked: int64 (n_ops, 3), and all arguments in one piece.
+
+    logits:  where the ops put them at present
+    """
+
+    logits: NDArray[np.float32] | None = None
 
     def __init__(self, ops: list[Op], addresses: Mapping[str, int], arena: Arena) -> None:
         self.ops = ops

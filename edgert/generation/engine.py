@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _ENGINES: WeakSet[Engine] = WeakSet()
 STEPS = 32  # steps that are counted together
+FEW = 32  # tokens of one reply that the backend is given without the ado of a batch
 REPLY = 128  # tokens that a reply is thought to have, before any has ended
 _NO_LOGITS = np.empty((0, 0), np.float32)
 
@@ -510,6 +511,16 @@ class Engine:
         return parts
 
     def _forward(self, parts: Sequence[tuple[Task, int, int]]) -> NDArray[np.float32]:
+        if len(parts) == 1 and parts[0][1] == parts[0][2] < FEW:  # a reply's next token, and guesses at those after it
+            task, count, _ = parts[0]
+            slot = task.slot
+            tokens = slot.tokens[slot.n_cached : slot.n_cached + count].tolist()
+            self._send()  # the callers wake while the backend computes, which frees the interpreter for them
+            return self._slots.making_room(
+                lambda: self.backend.extend(tokens, slot.n_cached, slot.sequence),
+                [task.user for task in self._running],
+                alone=len(self._running) == 1,
+            )
         all_ = self._batch
         start = 0
         for task, count, rows in parts:

@@ -26,24 +26,52 @@ class DraftModel:
         self._native: Any = backend if "guess" in backend.capabilities else None
         self._read = [np.zeros(backend.n_ctx, np.int32) for _ in range(backend.n_seq_max)]
         self._starts = [0] * backend.n_seq_max
+        self._last: list[tuple[object, int, list[int]]] = [(None, 0, [])] * backend.n_seq_max
 
     def guess(
-        self, sequence: int, tokens: NDArray[np.int32], n: int, sampler: Sampler, stakes: Stakes
+        self,
+        sequence: int,
+        tokens: NDArray[np.int32],
+        n: int,
+        sampler: Sampler,
+        stakes: Stakes,
+        owner: object = None,
     ) -> NDArray[np.float64]:
         """Writes guesses behind the first n tokens of a sequence; float64, their probabilities.
+
+        owner:  whose text it is: for the same one as in the call before, the tokens of that call are still there
 
         Raises: EdgertError when it cannot.
         """
         if self._native and sampler.has_kernel:
-            pending = self._catch_up(sequence, tokens, n, 2)
+            pending = self._followed(sequence, tokens, n, owner)
+            if pending is None:
+                pending = self._catch_up(sequence, tokens, n, 2).tolist()
+            self._last[sequence] = None, 0, []
             chain = sampler.chain_over(self._native.some)
             shares: NDArray[np.float64] = self._native.guess(sequence, pending, chain, tokens, n, stakes)
-            start, read = self._starts[sequence], self._read[sequence]
-            held = self.backend.length(sequence)
-            first = n - start - len(pending)
-            read[first:held] = tokens[start + first : start + held]
+            start = self._starts[sequence]
+            end = start + self.backend.length(sequence)
+            first = n - len(pending)
+            self._read[sequence][first - start : end - start] = tokens[first:end]
+            self._last[sequence] = owner, n, tokens[n:end].tolist()
             return shares
         return self._guess_in_turn(sequence, tokens, n, sampler, stakes)
+
+    def _followed(self, sequence: int, tokens: NDArray[np.int32], n: int, owner: object) -> list[int] | None:
+        """What is left to read of the first n tokens after the owner's last guess; None: look at all of them."""
+        last, before, read = self._last[sequence]
+        held = before - self._starts[sequence] + len(read)
+        if owner is None or last is not owner or held != self.backend.length(sequence) or n <= before:
+            return None
+        new, same = tokens[before:n].tolist(), 0
+        while same < min(len(read), len(new) - 1) and read[same] == new[same]:
+            same += 1
+        if len(new) - same > 2:
+            return None
+        if same < len(read):
+            self.backend.truncate(sequence, held - len(read) + same)
+        return new[same:]
 
     def _guess_in_turn(
         self, sequence: int, tokens: NDArray[np.int32], n: int, sampler: Sampler, stakes: Stakes

@@ -169,7 +169,7 @@ class Speculator:
         began = perf_counter()
         try:
             stakes = self._stakes(request.sampled, rows, pace, limit, task.end_ids)
-            shares = model.guess(slot.sequence, slot.tokens, n, task.sampler, stakes).tolist()
+            shares = model.guess(slot.sequence, slot.tokens, n, task.sampler, stakes, request).tolist()
         except EdgertError:  # the draft's memory is full, or its weights are damaged: the target goes on alone
             request.sources["draft"].give_up()
             return 0
