@@ -95,7 +95,9 @@ class SampleKernel:
         given = {"n": n, "seed": seed - (seed >> 63 << 64), "n_bias": len(bias)} | arguments
         n_blocks = -(-n // BLOCK)
         sizes = {"peaks": n_blocks, "masses": n_blocks, "ranks": n, "counts": n, "undo": 2 * (len(bias) + n)}
-        arrays = {name: np.zeros(size, np.int64) for name, size in sizes.items()}  # memory comes when touched
+        arrays: dict[str, NDArray[Any]] = {
+            name: np.zeros(size, np.int64) for name, size in sizes.items()
+        }  # memory comes when touched
         if some is not None:
             arrays |= {"ids": some.ids, "places": some.places}
         return Chain(self._function, given, {"bias_ids": bias_ids, "bias": bias} | arrays)

@@ -511,16 +511,29 @@ class Engine:
         return parts
 
     def _forward(self, parts: Sequence[tuple[Task, int, int]]) -> NDArray[np.float32]:
-        if len(parts) == 1 and parts[0][1] == parts[0][2] < FEW:  # a reply's next token, and guesses at those after it
-            task, count, _ = parts[0]
+        backend, (task, count, rows) = self.backend, parts[0]
+        if len(parts) == 1 and count == rows < FEW:  # a reply's next token, and guesses at those after it
             slot = task.slot
             tokens = slot.tokens[slot.n_cached : slot.n_cached + count].tolist()
-            self._send()  # the callers wake while the backend computes, which frees the interpreter for them
-            return self._slots.making_room(
-                lambda: self.backend.extend(tokens, slot.n_cached, slot.sequence),
-                [task.user for task in self._running],
-                alone=len(self._running) == 1,
-            )
+
+            def evaluate() -> NDArray[np.float32]:
+                return backend.extend(tokens, slot.n_cached, slot.sequence)
+
+        else:
+            batch = self._batch_of(parts)
+
+            def evaluate() -> NDArray[np.float32]:
+                return backend.forward(batch)
+
+        self._send()  # the callers wake while the backend computes, which frees the interpreter for them
+        try:
+            return evaluate()
+        except DoesNotFitError:
+            users, alone = [task.user for task in self._running], len(self._running) == 1
+            return self._slots.making_room(evaluate, users, alone=alone)
+
+    def _batch_of(self, parts: Sequence[tuple[Task, int, int]]) -> Batch:
+        """What the tasks evaluate in this step."""
         all_ = self._batch
         start = 0
         for task, count, rows in parts:
@@ -541,12 +554,7 @@ class Engine:
             batch = self._views[start] = Batch(
                 all_.tokens[:start], all_.sequences[:start], all_.positions[:start], all_.wanted[:start]
             )
-        self._send()  # the callers wake while the backend computes, which frees the interpreter for them
-        try:
-            return self.backend.forward(batch)
-        except DoesNotFitError:
-            users, alone = [task.user for task in self._running], len(self._running) == 1
-            return self._slots.making_room(lambda: self.backend.forward(batch), users, alone=alone)
+        return batch
 
     def _give_way(self, error: DoesNotFitError) -> None:
         """The newest task of who holds most waits until another has ended; one that is alone has to end."""

@@ -77,7 +77,7 @@ class DraftModel:
         self, sequence: int, tokens: NDArray[np.int32], n: int, sampler: Sampler, stakes: Stakes
     ) -> NDArray[np.float64]:
         """The same, one call of the backend for each token."""
-        token, likely, shares = int(self._catch_up(sequence, tokens, n, 1)[0]), 1.0, []
+        token, likely, shares = int(self._catch_up(sequence, tokens, n, 1)[0]), 1.0, list[float]()
         most = min(stakes.most, self.backend.n_ctx - self.backend.length(sequence))
         while True:
             row = self._step(sequence, token)
