@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,17 @@ import pytest
 
 import edgert
 from edgert import backends
-from edgert.backends.base import Batch
+from edgert.backends.base import Batch, Stakes
+from edgert.backends.cpu.draft import CpuDraft
+from edgert.backends.cpu.sampling import SampleKernel
 from edgert.catalogue import CATALOGUE
 from edgert.cli import tune_draft
 from edgert.errors import EdgertError, RequestError
-from edgert.sampler import _RACE_DEPTH
+from edgert.options import SamplingParams
+from edgert.quantize.gguf_file import GGUFFile
+from edgert.sampler import _RACE_DEPTH, Sampler
 from edgert.speculation import loading, tuning
+from edgert.speculation.draft_model import DraftModel
 
 Tiny = Callable[..., Path]
 PROMPT = "Hello world, hello world and the"
@@ -211,3 +217,50 @@ def test_the_llama_backend_speculates_too(smollm2_path: Path) -> None:
             reply.stats.draft_n >= reply.stats.draft_n_accepted > 20
         )  # its batches are not bit for bit its single steps
         assert model.backend.length(0) <= reply.stats.prompt_n + reply.stats.predicted_n
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("some", [False, True])
+def test_a_draft_guesses_in_one_walk_what_it_does_step_by_step(
+    tiny_model: Tiny, temperature: float, some: bool
+) -> None:
+    with GGUFFile.open(tiny_model("llama")) as file:
+        common = np.arange(3, len(file.metadata.strings("tokenizer.ggml.tokens")), 2) if some else None
+        draft = CpuDraft(file, n_guesses=6, common=common, n_ctx=128, n_threads=2, n_seq_max=1)
+    params = SamplingParams(temperature=temperature, seed=5, repeat_penalty=1.3)
+    sampler = Sampler(params, draft.n_vocab, (), SampleKernel())
+    tokens = np.zeros(128, np.int32)
+    tokens[:12] = np.arange(20, 32)
+    floors, odds = np.zeros(7), np.full(2, 0.9)
+    stakes = Stakes(6, floors, 0.0, np.array([0.5]), odds, np.array([-1]))
+    shares = DraftModel(draft).guess(0, tokens, 12, sampler, stakes)
+    guessed = tokens[12:18].tolist()
+    assert len(shares) == 6 and draft.length(0) == 17
+    expected = tokens.copy()
+    for i in range(6):
+        logits = draft.forward(Batch.of([int(expected[11 + i])], _rewound(draft, 11 + i)))[0]
+        if some:
+            left = np.full_like(logits, -np.inf)
+            left[common] = logits[common]
+            logits = left
+        expected[12 + i], _ = Sampler(params, draft.n_vocab)._sample(logits.clip(-1e30), expected[: 12 + i])
+    assert guessed == expected[12:18].tolist()
+    stakes.floors[3] = 2.0  # no chance is as high
+    assert len(DraftModel(draft).guess(0, tokens, 12, sampler, replace(stakes))) == 3
+    draft.close()
+
+
+def _rewound(draft: CpuDraft, length: int) -> int:
+    """Takes a draft back to its first tokens; returns how many."""
+    draft.truncate(0, length)
+    return length
+
+
+def test_the_default_model_has_its_draft_in_the_package(smollm2_path: Path) -> None:
+    draft = loading.ASSETS / CATALOGUE["smollm2"].draft
+    beside = smollm2_path.parent / draft.name
+    assert loading.find_made_for(smollm2_path) == (beside if beside.is_file() else draft)
+    loading.check_vocabulary(smollm2_path, draft)
+    with GGUFFile.open(draft) as file:
+        common = loading._common(file)
+    assert common is not None and len(common) == loading.N_COMMON and (np.diff(common) > 0).all()
