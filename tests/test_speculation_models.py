@@ -256,6 +256,19 @@ def _rewound(draft: CpuDraft, length: int) -> int:
     return length
 
 
+@pytest.mark.parametrize("spec_min", [0, 5])
+def test_a_draft_goes_on_guessing_beyond_its_own_context(tiny_model: Tiny, spec_min: int) -> None:
+    target, draft = tiny_model("llama"), tiny_model("llama", n_ctx=64)
+    parameters: dict[str, Any] = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
+    with edgert.load(target, spec="off") as model:
+        expected = model.generate(PROMPT, **parameters).tokens
+    with edgert.load(target, draft=draft, spec="draft", spec_min=spec_min, spec_max=5) as model:
+        reply = model.generate(PROMPT, **parameters)
+    assert reply.tokens == expected
+    if spec_min:
+        assert reply.stats.draft_n > 100
+
+
 def test_the_default_model_has_its_draft_in_the_package(smollm2_path: Path) -> None:
     draft = loading.ASSETS / CATALOGUE["smollm2"].draft
     beside = smollm2_path.parent / draft.name

@@ -64,6 +64,8 @@ class DraftModel:
         held = before - self._starts[sequence] + len(read)
         if owner is None or last is not owner or held != self.backend.length(sequence) or n <= before:
             return None
+        if n - self._starts[sequence] >= self.backend.n_ctx:  # its context may be shorter than the target's
+            return None
         new, same = tokens[before:n].tolist(), 0
         while same < min(len(read), len(new) - 1) and read[same] == new[same]:
             same += 1
