@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -348,3 +349,18 @@ def test_logprobs_are_those_of_the_plain_softmax() -> None:
     assert [i for i, _ in best] == list(np.argsort(-exact)[:5])
     assert [v for _, v in best] == pytest.approx(np.sort(exact)[::-1][:5], abs=1e-5)
     assert logprobs(logits, 9, 0)[1] == []
+
+
+def test_requests_that_wait_share_the_scratch_of_the_kernel() -> None:
+    kernel = SampleKernel()
+    tracemalloc.start()
+    try:
+        samplers = [Sampler(SamplingParams(seed=seed, top_p=0.9), 49152, (), kernel) for seed in range(100)]
+        assert tracemalloc.get_traced_memory()[0] < 10e6
+    finally:
+        tracemalloc.stop()
+    rng = np.random.default_rng(1)
+    logits, history = rng.normal(0, 2, 49152).astype(np.float32), rng.integers(0, 49152, 60).astype(np.int32)
+    for sampler in samplers[:10]:
+        alone = Sampler(sampler.params, 49152, (), SampleKernel())
+        assert sampler.sample(logits, history) == alone.sample(logits, history)

@@ -68,11 +68,12 @@ class Some:
 
 
 class SampleKernel:
-    """The kernel, compiled or loaded."""
+    """The kernel, compiled or loaded. Its chains share their scratch: one of them samples at a time."""
 
     def __init__(self, isa: Isa | None = None, progress: compiler.Progress | None = None) -> None:
         chosen = isa or select()
         self._function = _Function(compiler.addresses(NAMES, chosen, progress)[NAMES[0]])
+        self._scratch: dict[int, dict[str, NDArray[np.int64]]] = {}  # by how many logits there are
 
     def bind(
         self,
@@ -93,18 +94,22 @@ class SampleKernel:
             n, places = len(some.ids), some.places[bias_ids]
             bias_ids, bias = places[places >= 0].astype(np.int64), bias[places >= 0]
         given = {"n": n, "seed": seed - (seed >> 63 << 64), "n_bias": len(bias)} | arguments
-        n_blocks = -(-n // BLOCK)
-        sizes = {"peaks": n_blocks, "masses": n_blocks, "ranks": n, "counts": n, "undo": 2 * (len(bias) + n)}
-        arrays: dict[str, NDArray[Any]] = {
-            name: np.zeros(size, np.int64) for name, size in sizes.items()
-        }  # memory comes when touched
+        arrays: dict[str, NDArray[Any]] = {"bias_ids": bias_ids, "bias": bias} | self._scratch_for(n)
         if some is not None:
             arrays |= {"ids": some.ids, "places": some.places}
-        return Chain(self._function, given, {"bias_ids": bias_ids, "bias": bias} | arrays)
+        return Chain(self._function, given, arrays)
+
+    def _scratch_for(self, n: int) -> dict[str, NDArray[np.int64]]:
+        """What the kernel writes while it runs over n logits: megabytes, which hundreds of waiting requests share."""
+        if n not in self._scratch:
+            n_blocks = -(-n // BLOCK)
+            sizes = {"peaks": n_blocks, "masses": n_blocks, "ranks": n, "counts": n, "undo": 4 * n}
+            self._scratch[n] = {name: np.zeros(size, np.int64) for name, size in sizes.items()}
+        return self._scratch[n]
 
 
 class Chain:
-    """Samples for one request, one thread at a time."""
+    """Samples for one request; see SampleKernel."""
 
     def __init__(
         self,
