@@ -90,25 +90,34 @@ class Planner:
     def room(self, budget: Budget, n_header: int) -> int:
         """The bytes that a budget leaves the tensors that are open.
 
+        Bits per weight that the smallest types have by themselves (4.5) are taken as a wish for these: the vectors,
+        floats in any case, then come on top.
+
         n_header:  bytes of the file that are not tensors
 
         Raises: DoesNotFitError when even the smallest types take more.
         """
-        if budget.bpw is not None:
-            n_bytes = int(budget.bpw * sum(math.prod(tensor.shape) for tensor in self._source.tensors.values()) / 8)
-        else:
-            n_bytes = (budget.size or 0) - n_header
-        n_bytes -= sum(
-            padded_bytes(name, self._source.tensors[name].shape, format) for name, format in self._fixed.items()
-        )
+        n_weights = sum(math.prod(tensor.shape) for tensor in self._source.tensors.values())
+        n_bytes = (budget.size or 0) - n_header if budget.bpw is None else int(budget.bpw * n_weights / 8)
+        fixed = {
+            name: padded_bytes(name, self._source.tensors[name].shape, format) for name, format in self._fixed.items()
+        }
+        n_bytes -= sum(fixed.values())
         least = sum(
             min(padded_bytes(name, self.shapes[name], format) for format in self.offered(name)) for name in self.open
         )
+        if budget.bpw is not None:
+            vectors = sum(fixed[name] for name in fixed if name not in self.shapes)
+            n_bytes = max(n_bytes, min(least, n_bytes + vectors))
         if least > n_bytes:
+            missing = f"{least - n_bytes:,} bytes more"
+            if budget.bpw is not None:
+                bpw = math.ceil(100 * 8 * (least + sum(fixed.values()) - vectors) / n_weights) / 100
+                missing = f"{bpw} bits per weight"
             pinned = " or pin fewer tensors" if len(self.open) < len(self.shapes) else ""
             raise DoesNotFitError(
                 f"{self._source.path} cannot be made so small: in the smallest types its matrices take {least:,} "
-                f"bytes, and the budget leaves them {max(n_bytes, 0):,}. Give {least - n_bytes:,} bytes more{pinned}, "
+                f"bytes, and the budget leaves them {max(n_bytes, 0):,}. Give {missing}{pinned}, "
                 "or name a mix of smaller types (--type)."
             )
         return n_bytes

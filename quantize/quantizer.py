@@ -42,6 +42,7 @@ from edgert.quantize.target import check_room, check_target
 from edgert.quantize.text_parts import Chunks, TextParts
 from edgert.quantize.work_folder import WorkFolder
 
+Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 DEFAULT = ("default",)  # the sets that come with the package
 PROBE_CHUNKS = 8  # that the model reads for each probe of its sensitivity
 FEW_TOKENS = 8192  # calibrated on less, rounding is fitted to chance
@@ -53,7 +54,7 @@ def quantize(
     out: str | os.PathLike[str] | None,
     *,
     budget: Budget | float | int | str | None = None,
-    calibration: Sequence[str | os.PathLike[str]] | None = None,
+    calibration: Names | None = None,
     calibration_tokens: int = CALIBRATION_TOKENS,
     imatrix: str | os.PathLike[str] | None = None,
     sensitivity: str | os.PathLike[str] | None = None,
@@ -61,11 +62,11 @@ def quantize(
     tensor_types: Mapping[str, str] | None = None,
     output_type: str | None = None,
     embedding_type: str | None = None,
-    keep: Sequence[str] = (),
+    keep: str | Sequence[str] = (),
     dry_run: bool = False,
     resume: bool = False,
     report: bool | None = None,
-    report_text: Sequence[str | os.PathLike[str]] = (),
+    report_text: Names = (),
     seed: int = 0,
     n_threads: int | None = None,
     max_memory: int | str = 2 << 30,
@@ -79,26 +80,29 @@ def quantize(
     out:           the file to write; None together with dry_run
     budget:        bits per weight (4.8 without it), a size such as "95MB", or the name of one of llama.cpp's mixes
                    such as "q4_k_m" or of one type
-    calibration:   files and names of text sets; () for none; None for the usual set
+    calibration:   a file or the name of a text set, or several; () for none; None for all sets
     calibration_tokens: of those texts that are read at most
     imatrix:       importances from a file, in place of calibrating
     sensitivity:   what `edgert sensitivity` measured, in place of measuring
     gptq:          "auto", "on" or "off": error feedback
     tensor_types:  {regular expression: type} for tensors by name; output_type and embedding_type likewise
-    keep:          regular expressions of tensors that stay floats as they are
+    keep:          regular expressions of tensors that stay floats as they are, or one
     report:        compare the result with the source on held-out text; None: where there was text
-    report_text:   the held-out texts; () for the usual ones
+    report_text:   the held-out texts, or one; () for the usual ones
     progress:      called with (stage, tensor or text, done, total)
 
     Raises: EdgertError and its subclasses, when the source, the disk or a setting is at fault. What was under the
         name `out` stays as it is until the new file is whole.
     """
-    pins = Pins(tuple((tensor_types or {}).items()), tuple(keep), output_type, embedding_type)
-    if not (isinstance(calibration_tokens, int) and calibration_tokens > 0):
-        raise RequestError("calibration_tokens", f"is {calibration_tokens!r}, and must be a number of tokens")
+    pins = Pins(tuple((tensor_types or {}).items()), _names(keep), output_type, embedding_type)
+    for field, value, least in (
+        ("calibration_tokens", calibration_tokens, 1), ("seed", seed, 0), ("n_threads", n_threads or 0, 0),
+    ):  # fmt: skip
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise RequestError(field, f"is {value!r}, and must be a whole number, {least} at least")
     if gptq not in ("auto", "on", "off"):
         raise RequestError("gptq", f"is {gptq!r}, and must be auto, on or off")
-    names = DEFAULT if calibration is None else tuple(os.fspath(item) for item in calibration)
+    names = DEFAULT if calibration is None else _names(calibration)
     settings = Settings(
         budget=Budget.of(budget),
         calibration=() if imatrix is not None else names,
@@ -113,7 +117,7 @@ def quantize(
         max_memory=n_bytes(max_memory, "max_memory"),
         split_max_size=None if split_max_size is None else n_bytes(split_max_size, "split_max_size"),
         report=bool(names or report_text) if report is None else report,
-        report_text=tuple(os.fspath(item) for item in report_text),
+        report_text=_names(report_text),
     )
     with open_source(Path(source), allow_requantize=allow_requantize) as opened:
         if dry_run or out is None:
@@ -135,7 +139,7 @@ class Quantizer:
         """What would be written."""
         with self._resources:
             plan = self._plan()
-            report = self._report(plan)
+            report = self._final_report(plan)
             parts = layout(Path("x.gguf"), self._metadata, self._tensors(plan), self.settings.split_max_size)
             report.n_bytes = sum(part.n_bytes for part in parts)
             return report
@@ -164,7 +168,7 @@ class Quantizer:
 
     def _run(self, out: Path) -> Report:
         plan = self._plan()
-        report = self._report(plan)
+        report = self._final_report(plan)
         with Writer(
             out,
             self._metadata,
@@ -404,6 +408,17 @@ class Quantizer:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self.source.tensors.items()}
 
+    def _final_report(self, plan: Plan) -> Report:
+        """With a notice of tensors that fill more than a file by themselves."""
+        report, most = self._report(plan), self.settings.split_max_size
+        large = [name for name in report.types if most is not None and report.bytes_of(name) > most]
+        if large:
+            others = f" and {len(large) - 1} others" if len(large) > 2 else f" and {large[1]}" if large[1:] else ""
+            report.notices.append(
+                f"{large[0]}{others} alone exceed{'' if others else 's'} the {most:,} bytes of a file, and no tensor is cut"
+            )
+        return report
+
     def _report(self, plan: Plan) -> Report:
         source, statistics = self.source, self._statistics
         types = sorted({tensor.format.name for tensor in source.tensors.values()})
@@ -436,6 +451,11 @@ def _value(fact: bool | int | float | str) -> Value:
     if isinstance(fact, int):
         return Value.u32(fact)
     return Value.f32(fact) if isinstance(fact, float) else Value.string(fact)
+
+
+def _names(given: Names) -> tuple[str, ...]:
+    """One or several as text."""
+    return tuple(os.fspath(item) for item in ([given] if isinstance(given, str | os.PathLike) else given))
 
 
 def _n_processors() -> int:

@@ -130,7 +130,7 @@ class Report:
         )
         for type_name, (n_tensors, n_weights, n_bytes) in self.by_type().items():
             rows.append(
-                ("", f"{type_name:<8}{n_tensors:>4} tensors {n_weights / 1e6:>10,.2f} M {n_bytes / 1e6:>10,.2f} MB")
+                ("", f"{type_name:<8}{tensor_count(n_tensors)} {n_weights / 1e6:>10,.2f} M {n_bytes / 1e6:>10,.2f} MB")
             )
         if self.methods:
             counts = Counter(self.methods.values())
@@ -146,6 +146,11 @@ class Report:
         if self.seconds:
             rows.append(("took", f"{self.seconds:,.1f} s, {self.peak_memory / 1e6:,.0f} MB at most"))
         return rows
+
+
+def tensor_count(number: int) -> str:
+    """How many, as a column of a table."""
+    return f"{number:>4} tensor{' ' if number == 1 else 's'}"
 
 
 def fallback_lines(fallbacks: Sequence[Fallback]) -> list[tuple[str, str]]:

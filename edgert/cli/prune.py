@@ -42,7 +42,7 @@ def command(
 
     def tell(step: Step) -> None:
         click.echo(
-            f"without {prune.name_of(step.layers)} too: mean KLD {step.kld:.4f}, on other text {step.held_out:.4f}",
+            f"{prune.name_of(step.layers)} gone: mean KLD {step.kld:.4f}, on other text {step.held_out:.4f}",
             err=True,
         )
 

@@ -23,7 +23,8 @@ HELP = {
     "size": "Size of the file, such as 95MB or 1.5GiB.",
     "type": "One of llama.cpp's mixes (q4_k_m, q4_0, ...), or one type for all (bf16, q8_0, ...).",
     "fast": "No calibration: decide by the weights alone.",
-    "calibration": "A text (.txt), chats (.jsonl) or the name of a set to calibrate on; may be given again.",
+    "calibration": "A text (.txt), chats (.jsonl) or the name of a set (articles, chat, code, languages, prose) to "
+    "calibrate on; may be given again.  [all sets]",
     "tokens": "Tokens of those texts that are read at most.",
     "imatrix": "Importances from a file (llama.cpp's imatrix) in place of calibrating.",
     "gptq": "Let weights make up for the rounding of others. auto: where it helps on other text.",
@@ -38,7 +39,7 @@ HELP = {
     "report_text": "Held-out text, as --calibration; each is a domain of its own; may be given again.",
     "seed": "Which parts of the texts calibrate, which decide and which judge; 0: every eighth decides and judges.",
     "max_memory": "What the correlations of inputs may take at a time.",
-    "split_max_size": "Write files of at most this size.",
+    "split_max_size": "Write files with tensors of at most this size each; a larger tensor has a file of its own.",
     "allow_requantize": "Take a source that is quantized already; the report says so.",
 }
 

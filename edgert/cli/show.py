@@ -173,7 +173,7 @@ def memory_cost(
 
 def as_text(facts: dict[str, Any]) -> str:
     """The facts for reading."""
-    from edgert.quantize.report import Domain, quality_lines
+    from edgert.quantize.report import Domain, quality_lines, tensor_count
 
     lines: list[tuple[str, str]] = [("model", facts["model"]), ("file", facts["path"])]
     if facts["name"]:
@@ -203,7 +203,7 @@ def as_text(facts: dict[str, Any]) -> str:
         lines.append(
             (
                 "",
-                f"{row['type']:<8}{row['tensors']:>4} tensors {_count(row['parameters']):>9} "
+                f"{row['type']:<8}{tensor_count(row['tensors'])} {_count(row['parameters']):>9} "
                 f"{row['bits_per_weight']:>7.3f} bits {_mb(row['bytes']):>10}",
             )
         )
@@ -217,8 +217,10 @@ def as_text(facts: dict[str, Any]) -> str:
         lines.append(("draft", f"{facts['draft']}, which guesses ahead unless --spec-type off is given"))
     if made := facts["quantization"]:
         again = ", which was quantized before" if made["requantized"] else ""
-        text = f"{made['calibration_tokens']:,} tokens of {made['calibration']}" if made["calibration"] else "no text"
-        lines.append(("quantized", f"from {made['source_types']}{again}, calibrated on {text}"))
+        text = "without calibration"
+        if made["calibration"]:
+            text = f"calibrated on {made['calibration_tokens']:,} tokens of {made['calibration']}"
+        lines.append(("quantized", f"from {made['source_types']}{again}, {text}"))
         lines += quality_lines({name: Domain(**row) for name, row in made["quality"].items()})
     if cost := facts["memory"]:
         lines.append(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from edgert.errors import DoesNotFitError, RequestError
+from edgert.errors import DoesNotFitError, EdgertError, RequestError
 from edgert.quantize import Report, quantize
 from edgert.quantize.gguf_file import GGUFFile
 from edgert.quantize.quantizer import Quantizer
@@ -99,15 +101,56 @@ def test_a_disk_without_room_is_told_before_the_measuring(
 
 
 def test_a_budget_that_cannot_be_kept_says_so(floats: Path, tmp_path: Path):
-    with pytest.raises(DoesNotFitError, match=r"larger|more"):
+    with pytest.raises(DoesNotFitError, match=r"cannot be made so small: .* bytes more"):
         quantize(floats, tmp_path / "out.gguf", budget="100kB", calibration=())
+    with pytest.raises(DoesNotFitError, match=r"cannot be made so small: .* Give \d\.\d+ bits per weight") as refused:
+        quantize(floats, tmp_path / "out.gguf", budget=4.0, calibration=())
     assert not (tmp_path / "out.gguf").exists()
+    needed = re.search(r"Give (\S+) bits", str(refused.value))
+    assert needed and quantize(floats, None, budget=float(needed[1]), calibration=()).types
+
+
+@pytest.mark.parametrize("width", ["even", "odd"])
+def test_the_bits_of_the_smallest_types_can_be_asked_for(floats: Path, odd: Path, width: str):
+    """The norms, which stay floats, would make 4.5 bits per weight impossible for every model."""
+    report = quantize(floats if width == "even" else odd, None, budget=4.5, calibration=())
+    matrices = {name for name, shape in report.shapes.items() if len(shape) > 1}
+    smallest = "Q4_K" if width == "even" else "IQ4_NL"
+    assert {report.types[name] for name in matrices} == {smallest}
+    n_floats = sum(math.prod(shape) for name, shape in report.shapes.items() if name not in matrices)
+    assert 8 * report.tensor_bytes == 4.5 * (report.n_weights - n_floats) + 32 * n_floats
 
 
 @pytest.mark.parametrize("budget", ["12", "MB", -3, 0, float("nan"), 64, "q9_x", True])
 def test_budgets_that_are_none_are_refused(floats: Path, tmp_path: Path, budget: object):
     with pytest.raises((RequestError, DoesNotFitError)):
         quantize(floats, tmp_path / "out.gguf", budget=budget, calibration=())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["n_threads", "seed", "calibration_tokens"])
+@pytest.mark.parametrize("value", [-1, 1.5, "two", True])
+def test_numbers_that_are_none_are_refused_by_name(floats: Path, tmp_path: Path, name: str, value: object):
+    with pytest.raises(RequestError, match=f"{name}: is {value!r}"):
+        quantize(floats, tmp_path / "out.gguf", calibration=(), **{name: value})  # type: ignore[arg-type]
+
+
+def test_one_text_or_pattern_needs_no_list(floats: Path, tmp_path: Path):
+    missing = tmp_path / "no such text.txt"
+    for text in (str(missing), missing):
+        with pytest.raises(EdgertError, match=r"no such text\.txt cannot be read"):
+            quantize(floats, None, calibration=text)
+        with pytest.raises(EdgertError, match=r"no such text\.txt cannot be read"):
+            quantize(floats, tmp_path / "out.gguf", budget="q4_0", calibration=(), report_text=text)
+    plan = quantize(floats, None, budget="q4_0", calibration=(), keep="attn_v")
+    assert {type_ for name, type_ in plan.types.items() if "attn_v" in name} == {"BF16"}
+
+
+def test_a_tensor_larger_than_a_file_is_told(floats: Path, tmp_path: Path):
+    plan = quantize(floats, None, budget="q8_0", calibration=(), split_max_size="120kB")
+    large = [name for name in plan.types if plan.bytes_of(name) > 120_000]
+    assert len(large) > 2
+    assert any(text.startswith(f"{large[0]} and {len(large) - 1} others alone exceed") for text in plan.notices)
+    assert not quantize(floats, None, budget="q8_0", calibration=(), split_max_size="400kB").notices
 
 
 def test_pins_are_obeyed_and_misspelt_ones_refused(floats: Path, tmp_path: Path):
