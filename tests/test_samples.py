@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import runpy
@@ -12,16 +13,23 @@ from pathlib import Path
 import pytest
 
 import edgert
+from edgert.quantize.gguf_file import GGUFFile
+from edgert.tokenizer import Tokenizer
 
 Runner = Callable[..., str]
-SAMPLES = Path(__file__).resolve().parent.parent / "samples"
+ROOT = Path(__file__).resolve().parent.parent
+SAMPLES = ROOT / "samples"
+DRAFT = ROOT / "edgert" / "assets" / "smollm2-draft.gguf"
 
 
 @pytest.fixture
 def run(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runner:
     def runner(name: str, arguments: Sequence[str] = ()) -> str:
         monkeypatch.setattr(sys, "argv", [*arguments] or [name, str(smollm2_path)])
-        runpy.run_path(str(SAMPLES / name), run_name="__main__")
+        try:
+            runpy.run_path(str(SAMPLES / name), run_name="__main__")
+        except SystemExit as end:  # which click ends with
+            assert not end.code
         return capsys.readouterr().out
 
     return runner
@@ -52,6 +60,25 @@ def test_choose(run: Runner) -> None:
     scores = [float(line.split()[0]) for line in run("choose.py").splitlines()]
     assert scores == sorted(scores, reverse=True)
     assert len(scores) == 3
+
+
+def test_frequent_tokens(run: Runner, smollm2_path: Path, tmp_path: Path) -> None:
+    chats, out = tmp_path / "chats.jsonl", tmp_path / "draft.gguf"
+    messages = [{"role": "user", "content": "zebra"}, {"role": "assistant", "content": "The sea. The sea, the sea."}]
+    chats.write_text(json.dumps({"messages": messages}) + "\n")
+    arguments = ["frequent_tokens.py", str(DRAFT), str(out), "--chats", str(chats), "--keep", "5"]
+    assert run("frequent_tokens.py", arguments).endswith(": 5 frequent tokens\n")
+    with GGUFFile.open(out) as file:
+        frequent = file.metadata["edgert.draft.frequent_tokens"].tolist()
+        tokenizer = Tokenizer.from_gguf(file)
+    assert set(frequent[: len(tokenizer.end_ids)]) == set(tokenizer.end_ids)
+    assert tokenizer.encode(" sea")[0] in frequent and tokenizer.encode("zebra")[0] not in frequent
+    options = {"max_tokens": 24, "temperature": 0.0}
+    with edgert.load(smollm2_path, spec="off", n_ctx=256) as model:
+        expected = model.generate("The sea. The", **options).text
+    with edgert.load(smollm2_path, draft=out, spec="draft", spec_min=2, spec_max=2, n_ctx=256) as model:
+        reply = model.generate("The sea. The", **options)
+    assert reply.text == expected and reply.stats.draft_n > 0
 
 
 @pytest.mark.slow

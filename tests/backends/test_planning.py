@@ -82,7 +82,7 @@ def test_the_check_at_load_and_the_plan_say_the_same(
         most = int(str(caught.value).rpartition("-c ")[2].split()[0])
         assert "it fits with -ctk q4_0 -ctv q4_0" in str(caught.value)
         with_memory(monkeypatch, whole - (10 << 20) + footprint(file, a, 16).program)
-        (place,) = planning.places(Request(file, 90_000), None)
+        place, *_ = planning.places(Request(file, 90_000), None)
     assert place.largest_context == most and not place.fits
     assert f"at most -c {most} fits" in place.remedy
     assert "10 MiB are missing; it fits with -ctk q4_0" in str(place.refusal("It"))
@@ -93,10 +93,10 @@ def test_conversations_and_a_draft_take_their_own(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]
 ) -> None:
     with GGUFFile.open(tiny_model("llama")) as file, GGUFFile.open(tiny_model("llama", n_layer=1)) as draft:
-        (one,) = planning.places(Request(file, 512), None)
-        (four,) = planning.places(Request(file, 512, 4), None)
-        (guessed,) = planning.places(Request(file, 512, draft=draft), None)
-        (packed,) = planning.places(Request(file, 512, types=("q4_0", "q4_0")), None)
+        one, *_ = planning.places(Request(file, 512), None)
+        four, *_ = planning.places(Request(file, 512, 4), None)
+        guessed, *_ = planning.places(Request(file, 512, draft=draft), None)
+        packed, *_ = planning.places(Request(file, 512, types=("q4_0", "q4_0")), None)
         extra = footprint(draft, describe(draft), 512, with_program=False)
     assert four.memory["kv"] == 4 * one.memory["kv"]
     assert four.memory["weights"] == one.memory["weights"]
@@ -202,7 +202,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_without_llama_is_planned_for_and_named_unusable(gpu: None, tiny_model: Callable[..., Path]) -> None:
     with GGUFFile.open(tiny_model("llama")) as file:
-        _, place = planning.places(Request(file, 256), None)
+        _, place, *_ = planning.places(Request(file, 256), None)
         a = describe(file)
     assert (place.backend, place.device) == ("llama", "NVIDIA Test")
     assert "not installed" in place.obstacle and "pip install" in place.remedy

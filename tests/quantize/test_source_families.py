@@ -27,7 +27,8 @@ def near(logits: np.ndarray, expected: np.ndarray, share: float) -> bool:
 
 
 def cpu_logits(path: Path) -> np.ndarray:
-    with closing(backends.load(path, backend="cpu", n_ctx=128, n_threads=2)) as backend:
+    options = {"n_ctx": 128, "n_threads": 2, "cache_type_k": "f16", "cache_type_v": "f16"}
+    with closing(backends.load(path, backend="cpu", **options)) as backend:
         return backend.forward(Batch.of(TOKENS, 0, 0, "all")).copy()
 
 
