@@ -415,7 +415,8 @@ class Quantizer:
         if large:
             others = f" and {len(large) - 1} others" if len(large) > 2 else f" and {large[1]}" if large[1:] else ""
             report.notices.append(
-                f"{large[0]}{others} alone exceed{'' if others else 's'} the {most:,} bytes of a file, and no tensor is cut"
+                f"{large[0]}{others} alone exceed{'' if others else 's'} the {most:,} bytes of a file, "
+                "and no tensor is cut"
             )
         return report
 
