@@ -163,9 +163,13 @@ def load(flags: dict[str, Any]) -> Model:
 
 def arguments_of(flags: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
     """Takes the model flags out of a command's arguments: the file, and what `edgert.load` takes besides."""
-    path = model_path(flags.pop("model"))
+    return model_path(flags.pop("model")), options_of(flags)
+
+
+def options_of(flags: dict[str, Any]) -> dict[str, Any]:
+    """The model flags but for the model itself, taken out of a command's arguments."""
     names = {"model_draft": "draft", "spec_type": "spec"} | {f"spec_{x}": f"spec_{x}" for x in ("max", "min", "p_min")}
     names |= {"ctx_size": "n_ctx", "cache_type_k": "cache_type_k", "cache_type_v": "cache_type_v"}
     given = {field: value for name, field in names.items() if (value := flags.pop(name)) is not None}
     always = {"n_threads": flags.pop("threads")} | backend_options(flags)
-    return path, given | always | {"chat_template": template_text(flags.pop("chat_template"))}
+    return given | always | {"chat_template": template_text(flags.pop("chat_template"))}

@@ -12,7 +12,7 @@ import click
 
 from edgert import store
 from edgert.cli.flags import flag, model_flags, request_of, sampling_flags
-from edgert.cli.loading import arguments_of
+from edgert.cli.loading import model_path, options_of
 
 
 @click.command()
@@ -71,13 +71,16 @@ def command(**flags: Any) -> None:
     parallel, queue, most = flags.pop("parallel"), flags.pop("queue"), flags.pop("models_max")
     kept = {name: flags.pop(name) for name in ("prefix_cache", "window", "stall")}
     kept = {name: value for name, value in kept.items() if value is not None}
-    load = running.loader(parallel, flags.pop("cache_tokens"), **kept)
+    options = options_of(flags) | {"sampling": sampling}
+    cached, name = flags.pop("cache_tokens"), flags.pop("model")
     specs, choices = click.get_current_context().obj or ([], {})
-    if flags["model"] or not specs:
-        name = flags["model"] or store.DEFAULT
-        path, arguments = arguments_of(flags)
+    if name or not specs:
+        path, name = model_path(name), name or store.DEFAULT
         name = path.stem if Path(name).suffix == ".gguf" else name
-        specs = [registry.Spec(name, path, arguments | {"sampling": sampling}, aliases, keep_alive), *specs]
+        specs = [registry.Spec(name, path, dict(options), aliases, keep_alive), *specs]
+        for own in ("draft", "chat_template"):  # which another model could not use
+            options.pop(own, None)
+    load = running.loader(parallel, cached, **options, **kept)
     service = running.service_of(
         specs,
         load,

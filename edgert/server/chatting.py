@@ -13,6 +13,7 @@ from edgert.server import tools
 from edgert.server.answers import GRAMMARS, compiled
 from edgert.server.parsing import Parser, Plain, Thoughts
 from edgert.server.tools import Toolbox
+from edgert.template import checked
 
 if TYPE_CHECKING:
     from edgert.model import Model
@@ -74,10 +75,9 @@ def _render(
     if taken := {"self", "tokenizer", "messages", "tools", "add_generation_prompt"}.intersection(template_kwargs):
         raise RequestError("chat_template_kwargs", f"cannot set {min(taken)}")
     known: Sequence[Any] | None = None
+    messages = checked(messages)
     if box:
         messages, known = box.tell(style, messages)
-    elif not style.told and any(
-        isinstance(m, Mapping) and (m.get("role") == "tool" or m.get("tool_calls")) for m in messages
-    ):
+    elif not style.told and any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
         messages = tools.told(messages, "")
     return model.render(messages, tools=known, **template_kwargs)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 from starlette.responses import Response
 
-from edgert.errors import ContextFullError, DoesNotFitError, QueueFullError, QueueTimeoutError
+from edgert.errors import ContextFullError, DoesNotFitError, EdgertError, QueueFullError, QueueTimeoutError
 from edgert.server.errors import ApiError, BusyError
 from edgert.server.sse import EventStream
 
@@ -36,12 +36,23 @@ class Upstream:
     url:      its base, such as https://host/v1
     model:    the name that it knows; "": the one that the request names
     timeout:  seconds that it may be silent
+
+    Raises: EdgertError for a url that is none of a server.
     """
 
     url: str
     key: str = field(default="", repr=False)
     model: str = ""
     timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # a port that is no number
+            sound = False
+        if not sound:
+            raise EdgertError(f"upstream: must be such as https://host/v1, not {self.url!r}.")
 
     @staticmethod
     def takes(error: BaseException) -> bool:

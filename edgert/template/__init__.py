@@ -142,10 +142,10 @@ class ChatTemplate:
 
         Raises: RequestError when the template refuses the messages, fails, or takes too long.
         """
-        checked = _checked(messages)
+        known = checked(messages)
         tools = _objects("tools", tools)
         template = self._tool_template if tools else self._template
-        shaped = [_shaped(message, self._shape, i) for i, message in enumerate(checked)]
+        shaped = [_shaped(message, self._shape, i) for i, message in enumerate(known)]
         try:
             return self._render(template, _with_arguments(shaped), tools, add_generation_prompt, kwargs)
         except _FailedError as failed:
@@ -278,7 +278,11 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
+SPEAKERS = ("system", "developer", "user")  # whose messages are nothing without content
+
+
+def checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages of a chat, whatever a caller gave. Raises: RequestError that names what is none."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise RequestError("messages", 'must be a list such as [{"role": "user", "content": "Hi"}]')
     if not messages:
@@ -288,7 +292,12 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
             raise RequestError(f"messages[{i}]", "must be an object with role and content")
         if not isinstance(message.get("role"), str):
             raise RequestError(f"messages[{i}].role", 'must be a text such as "user"')
-        _objects(f"messages[{i}].tool_calls", message.get("tool_calls"))
+        if message.get("content") is None and message["role"] in SPEAKERS:
+            raise RequestError(f"messages[{i}].content", "is missing")
+        for k, call in enumerate(_objects(f"messages[{i}].tool_calls", message.get("tool_calls")) or ()):
+            function = call.get("function")
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                raise RequestError(f"messages[{i}].tool_calls[{k}].function.name", "must be a text")
     return [dict(message) for message in messages]
 
 

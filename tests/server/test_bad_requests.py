@@ -66,10 +66,27 @@ def test_counts(server: Server, field: str, value: str) -> None:
         ("model", 7),
         ("user", 7),
         ("keep_alive", "soon"),
+        ("reasoning_effort", "utmost"),
     ],
 )
 def test_types(server: Server, field: str, value: Any) -> None:
     assert server.fails(CHAT, **{"messages": HI, field: value})["param"].startswith(field)
+
+
+@pytest.mark.parametrize(
+    "message, field",
+    [
+        ({"role": "user"}, "content"),
+        ({"role": "system", "content": None}, "content"),
+        ({"role": "assistant", "tool_calls": "weather"}, "tool_calls"),
+        ({"role": "assistant", "tool_calls": ["weather"]}, "tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls[0].function.name"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}, "tool_calls[0].function.name"),
+    ],
+)
+def test_messages_that_say_nothing(server: Server, message: dict[str, Any], field: str) -> None:
+    for path in (CHAT, "/apply-template"):
+        assert server.fails(path, messages=[*HI, message])["param"] == f"messages[1].{field}"
 
 
 def test_messages_are_needed(server: Server) -> None:

@@ -84,6 +84,12 @@ def test_without_its_upstream_the_error_is_ours() -> None:
             assert edge.ok(CHAT, messages=HI)
 
 
+@pytest.mark.parametrize("url", ["", "host/v1", "ftp://host/v1", "http://", "http://host:x/v1", "http://host:0"])
+def test_what_is_no_upstream(url: str) -> None:
+    with pytest.raises(EdgertError, match="upstream: must be such as"):
+        Upstream(url)
+
+
 def test_keys_of_the_upstream() -> None:
     with serving_model(fake_model(says("from afar"), n_ctx=1024), Settings(api_keys=("k",))) as cloud:
         for key, status in (("k", 200), ("wrong", 400)):

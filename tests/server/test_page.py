@@ -176,3 +176,11 @@ def test_a_key_is_asked_for(page: Any) -> None:
         page.click("#send")
         page.wait_for_function("document.getElementById('status').textContent === 'Answered.'")
         assert page.locator(".turn.assistant div").inner_text() == "ok"
+
+
+def test_a_narrow_window_shows_all(page: Any, server: Server) -> None:
+    page.set_viewport_size({"width": 360, "height": 640})
+    page.goto(server.url)
+    page.wait_for_function("document.getElementById('verdict').textContent")
+    page.evaluate("document.getElementById('verdict').textContent = 'a long verdict '.repeat(9)")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360

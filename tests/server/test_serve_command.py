@@ -30,8 +30,9 @@ def test_from_its_start_to_its_end(tiny_model: Callable[..., Path], tmp_path: Pa
     }
     config = tmp_path / "edgert.toml"
     config.write_text(
-        "port = 0\nthreads = 1\nparallel = 2\n"
-        + "".join(f"[models.{name}]\nmodel = {json.dumps(str(path))}\nthreads = 1\n" for name, path in paths.items())
+        "port = 0\nthreads = 1\nparallel = 2\nctx-size = 200\n"
+        + "".join(f"[models.{name}]\nmodel = {json.dumps(str(path))}\n" for name, path in paths.items())
+        + "ctx-size = 300\n"
     )
     command = [sys.executable, "-m", "edgert", "serve", "--config", str(config), "--verbose"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"EDGERT_QUEUE": "3"})
@@ -47,6 +48,12 @@ def test_from_its_start_to_its_end(tiny_model: Callable[..., Path], tmp_path: Pa
         url = next(line.split()[-1] for line in lines if line.startswith("listening on "))
         assert chat(url)["model"] == "a"
         assert chat(url, model="b")["model"] == "b"
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
+            about = {model["id"]: model["meta"] for model in json.load(answer)["data"]}
+        assert about["a"]["n_ctx"] == 200
+        assert about["b"]["n_ctx"] == 300
+        assert "1 thread:" in about["a"]["verdict"]
+        assert "1 thread:" in about["b"]["verdict"]
         process.send_signal(signal.SIGTERM)
         lines += process.stderr.readlines()
         assert process.wait(20) in (0, -signal.SIGTERM)
