@@ -62,15 +62,18 @@ class BusyError(ApiError):
         )
 
 
-def of(error: BaseException) -> ApiError:
-    """The answer that an error becomes; what is nobody's fault outside says no more than its kind."""
+def of(error: BaseException, prompt: str = "messages") -> ApiError:
+    """The answer that an error becomes; what is nobody's fault outside says no more than its kind.
+
+    prompt:  the request's field that holds the prompt
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextFullError):
         return ApiError(
             400,
             str(error),
-            param="messages",
+            param=prompt,
             code="context_length_exceeded",
             n_prompt_tokens=error.n_tokens,
             n_ctx=error.n_ctx,

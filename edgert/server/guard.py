@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 PUBLIC = ("/health", "/v1/health", "/", "/favicon.ico")  # and what lies in /page/; they tell nothing about anyone
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::\d{1,5})?")
+_PROMPTS = {"chat/completions": "messages", "apply-template": "messages", "embeddings": "input"}
 _ALLOWED = "authorization, content-type, x-api-key"
 
 
@@ -51,7 +52,7 @@ class Guard:
                 return
             await self._app(scope, receive, sending)
         except Exception as error:
-            answer = errors.of(error)
+            answer = errors.of(error, _prompt_field(request.url.path))
             if answer.status == 500:
                 logger.exception("a request failed")
             if not status:
@@ -97,6 +98,11 @@ class Guard:
 def _is_public(request: Request) -> bool:
     path = request.url.path
     return path in PUBLIC or path.startswith("/page/") or request.method == "OPTIONS"
+
+
+def _prompt_field(path: str) -> str:
+    """Where requests to a route have their prompt."""
+    return next((field for end, field in _PROMPTS.items() if path.endswith(end)), "prompt")
 
 
 def _host(headers: Headers) -> str:

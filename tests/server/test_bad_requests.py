@@ -181,6 +181,7 @@ def test_bodies_of_all_sizes() -> None:
         assert server.ok(CHAT, messages=[{"role": "user", "content": "x" * 9_000}])
         error = server.fails(CHAT, messages=[{"role": "user", "content": "x" * 1_100_000}])
         assert error["code"] == "context_length_exceeded"
+        assert error["param"] == "messages"
         assert (error["n_prompt_tokens"], error["n_ctx"]) == (1_100_008, 12_000)
         assert "1100008" in error["message"]
         assert "12000" in error["message"]
@@ -205,5 +206,6 @@ def test_every_length_around_the_context() -> None:
         for n in [*range(11, 22), *range(27, 38), *range(59, 70)]:
             status, answer = server.post("/v1/completions", {"prompt": "x" * (n - 2) + "\n", "max_tokens": 3})
             assert status == (200 if n <= 64 else 400), (n, answer)
+            assert status == 200 or answer["error"]["param"] == "prompt"
         assert server.ok("/v1/completions", prompt="", max_tokens=1)
     assert not server.service.admission.inside
