@@ -7,9 +7,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import pytest
 
 from edgert import cli
+from edgert.cli.sensitivity import as_text
 
 
 def test_a_tiny_model_is_measured_and_its_file_shown_again(
@@ -21,7 +23,8 @@ def test_a_tiny_model_is_measured_and_its_file_shown_again(
     out = tmp_path / "s.json"
     arguments = ["sensitivity", str(path), "--calibration", str(text), "--tokens", "4096", "--types", "q4_0,Q8_0"]
     assert cli.run([*arguments, "--groups", "4", "-t", "1", "-o", str(out)]) == 0
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
+    assert "quantized already" not in told
     assert "ffn_down 0-1" in shown and "█" in shown and str(out) in shown
     content = json.loads(out.read_text())
     assert set(content["errors"]["blk.0.ffn_down.weight"]) == {"Q4_0", "Q8_0"}
@@ -31,6 +34,20 @@ def test_a_tiny_model_is_measured_and_its_file_shown_again(
     assert found["formats"] == ["Q4_0", "Q8_0"]
     for group in found["groups"]:
         assert 0 < group["kld"]["Q8_0"] < group["kld"]["Q4_0"], group
+
+
+def test_of_a_quantized_model_it_says_what_its_figures_are_worth(
+    tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_model("llama", quant=gguf.GGMLQuantizationType.Q4_0)
+    assert cli.run(["sensitivity", str(path), "--tokens", "2048", "--types", "q8_0", "--groups", "2", "-t", "1"]) == 0
+    assert "is quantized already" in capsys.readouterr().err
+
+
+def test_large_figures_do_not_touch() -> None:
+    row = {"group": "ffn_up 3", "kld": {"Q4_K": 0.000028, "Q5_K": 288.277604, "Q6_K": 12281.9, "Q8_0": None}}
+    line = as_text(["Q4_K", "Q5_K", "Q6_K", "Q8_0"], [row], 7).splitlines()[3]
+    assert line.split() == ["ffn_up", "3", "0.000028", "288.3", "12281.9", "-"]
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_model: Callable[..., Path]) -> None:

@@ -113,6 +113,13 @@ def measured(
             open_source(source, allow_requantize=True) as opened,
             open_engine(opened, n_threads=n_threads, progress=compiled) as engine,
         ):
+            if opened.is_quantized:
+                line.clear()
+                click.echo(
+                    f"note: {source} is quantized already. Types that hold its values exactly seem to cost nothing, "
+                    "and what is derived from them means little: measure the float original.",
+                    err=True,
+                )
             types_of = {
                 name: offered(tensor.shape, chosen, chosen is None and encoding.lies_on_grid(tensor))
                 for name, tensor in opened.tensors.items()
@@ -149,7 +156,7 @@ def as_text(formats: list[str], rows: list[dict[str, Any]], n_tokens: int) -> st
     """The table, and bars of each group's type of the fewest bits."""
     width = max(len("group"), *(len(row["group"]) for row in rows))
     lines = [
-        f"KL divergence of the output (nats a token, {n_tokens:,} tokens) when a group alone has a type:",
+        f"KL divergence of the output (nats a token, measured on {n_tokens:,} tokens) when a group alone has a type:",
         "",
         f"{'group':<{width}}" + "".join(f"{name:>10}" for name in formats),
     ]
@@ -170,6 +177,8 @@ def as_text(formats: list[str], rows: list[dict[str, Any]], n_tokens: int) -> st
 def _number(value: float | None) -> str:
     if value is None:
         return "-"
+    if value >= 10:
+        return f"{value:.1f}"
     return f"{value:.6f}" if value >= 1e-6 or value == 0 else f"{value:.0e}"
 
 
