@@ -32,7 +32,8 @@ class ContextFullError(EdgertError):
         self.n_tokens = n_tokens
         self.n_ctx = n_ctx
         super().__init__(
-            f"The prompt has {n_tokens} tokens and the context holds {n_ctx}: "
+            # in words by which clients (litellm) know this error
+            f"The prompt has {n_tokens} tokens, which exceeds the available context size of {n_ctx}: "
             "shorten the prompt or load the model with a larger -c/--ctx-size."
         )
 

@@ -151,7 +151,7 @@ def test_errors_are_shown(page: Any) -> None:
         page.fill("#message", "x" * 200)
         page.evaluate("document.getElementById('ask').requestSubmit()")
         page.wait_for_selector(".error")
-        assert "context holds 64" in page.inner_text(".error")
+        assert "context size of 64" in page.inner_text(".error")
 
 
 def test_markup_stays_text(page: Any) -> None:
