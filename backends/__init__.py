@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ Progress = Callable[[int, int], None]
 
 
 def load(
-    path: str | os.PathLike[str],
+    model: GGUFFile | str | os.PathLike[str],
     *,
     backend: str = "auto",
     device: str | None = None,
@@ -33,6 +34,7 @@ def load(
 ) -> Backend:
     """Loads a model file into a backend; "auto" takes the fastest whose answers are right (see `choice`).
 
+    model:         a path, or an open file, which stays open
     device:        where it shall run, by a name that `edgert devices` shows, or "cpu", "gpu", "npu"; None: wherever
     n_gpu_layers:  layers that llama.cpp gives to GPUs; -1: all; None: as many as fit
     require:       raise when what was asked for cannot run the whole model, instead of running it elsewhere
@@ -57,7 +59,7 @@ def load(
     given |= {"cache_type_k": cache_type_k, "cache_type_v": cache_type_v}
     options |= {name: value for name, value in given.items() if value is not None}
     common = {"n_ctx": n_ctx, "n_threads": n_threads, "progress": progress}
-    with GGUFFile.open(Path(path)) as file:
+    with nullcontext(model) if isinstance(model, GGUFFile) else GGUFFile.open(Path(model)) as file:
         if backend != "auto":
             return open_one(backend, file, common, options)
         from edgert.backends import choice

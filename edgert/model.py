@@ -124,41 +124,41 @@ def load(
         n_ctx = min(DEFAULT_N_CTX, context.trained(file)) if n_ctx is None else n_ctx or context.trained(file)
         context.warn_beyond(file, n_ctx)
         pooling = POOLINGS.get(file.metadata.get(f"{file.architecture}.pooling_type"), "mean")
-    if sampling is not None:
-        defaults = defaults.changed(named("sampling", sampling))
-    limits = Limits(
-        n_parallel=PARALLEL if n_parallel is None else n_parallel,
-        n_queue=n_queue,
-        window=window,
-        stall=stall,
-        prefix_cache=prefix_cache,
-        prefix_quota=prefix_quota,
-    )
-    # Requests at once share the memory of one context; who lacks room waits.
-    n_seq_max = (limits.n_parallel or PARALLEL) + (0 if prefix_cache == "off" else KEPT_PREFIXES)
-    backend_options = {"n_seq_max": n_seq_max, "n_cached": n_ctx} | backend_options
-    engine = backends.load(
-        path,
-        backend=backend,
-        device=device,
-        n_gpu_layers=n_gpu_layers,
-        require=require,
-        n_ctx=n_ctx,
-        n_threads=n_threads,
-        cache_type_k=cache_type_k,
-        cache_type_v=cache_type_v,
-        progress=progress,
-        **backend_options,
-    )
-    try:
-        if n_parallel is not None:
-            engine.prepare(n_parallel)
-        speculator = loading.speculator(
-            path, engine, speculation, n_threads=n_threads, n_parallel=limits.n_parallel, progress=progress
+        if sampling is not None:
+            defaults = defaults.changed(named("sampling", sampling))
+        limits = Limits(
+            n_parallel=PARALLEL if n_parallel is None else n_parallel,
+            n_queue=n_queue,
+            window=window,
+            stall=stall,
+            prefix_cache=prefix_cache,
+            prefix_quota=prefix_quota,
         )
-    except BaseException:
-        engine.close()
-        raise
+        # Requests at once share the memory of one context; who lacks room waits.
+        n_seq_max = (limits.n_parallel or PARALLEL) + (0 if prefix_cache == "off" else KEPT_PREFIXES)
+        backend_options = {"n_seq_max": n_seq_max, "n_cached": n_ctx} | backend_options
+        engine = backends.load(
+            file,
+            backend=backend,
+            device=device,
+            n_gpu_layers=n_gpu_layers,
+            require=require,
+            n_ctx=n_ctx,
+            n_threads=n_threads,
+            cache_type_k=cache_type_k,
+            cache_type_v=cache_type_v,
+            progress=progress,
+            **backend_options,
+        )
+        try:
+            if n_parallel is not None:
+                engine.prepare(n_parallel)
+            speculator = loading.speculator(
+                file, engine, speculation, n_threads=n_threads, n_parallel=limits.n_parallel, progress=progress
+            )
+        except BaseException:
+            engine.close()
+            raise
     return Model(engine, tokenizer, template, defaults, _sample_kernel(progress), speculator, limits, pooling)
 
 

@@ -80,7 +80,8 @@ def test_the_catalogues_draft_is_found_beside_the_model(tiny_model: Tiny, tmp_pa
     target = tmp_path / "model.gguf"
     target.write_bytes(source.read_bytes())
     (tmp_path / entry.draft).write_bytes(tiny_model("llama", seed=3).read_bytes())
-    assert loading.find_made_for(target) == tmp_path / entry.draft
+    with GGUFFile.open(target) as file:
+        assert loading.find_made_for(file) == tmp_path / entry.draft
     with edgert.load(target, spec="auto") as model:
         assert model.speculator is not None and model.speculator.model is not None
     for spec, expected in (("off", None), ("ngram", None)):
@@ -92,7 +93,8 @@ def test_the_catalogues_draft_is_found_beside_the_model(tiny_model: Tiny, tmp_pa
 
 
 def test_no_draft_is_taken_for_another_model(tiny_model: Tiny) -> None:
-    assert loading.find_made_for(tiny_model("llama")) is None
+    with GGUFFile.open(tiny_model("llama")) as file:
+        assert loading.find_made_for(file) is None
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -272,8 +274,8 @@ def test_a_draft_goes_on_guessing_beyond_its_own_context(tiny_model: Tiny, spec_
 def test_the_default_model_has_its_draft_in_the_package(smollm2_path: Path) -> None:
     draft = loading.ASSETS / CATALOGUE["smollm2"].draft
     beside = smollm2_path.parent / draft.name
-    assert loading.find_made_for(smollm2_path) == (beside if beside.is_file() else draft)
-    loading.check_vocabulary(smollm2_path, draft)
-    with GGUFFile.open(draft) as file:
-        common = loading._common(file)
+    with GGUFFile.open(smollm2_path) as file, GGUFFile.open(draft) as small:
+        assert loading.find_made_for(file) == (beside if beside.is_file() else draft)
+        loading.check_vocabulary(file, small)
+        common = loading._common(small)
     assert common is not None and len(common) == loading.N_COMMON and (np.diff(common) > 0).all()

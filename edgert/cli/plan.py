@@ -51,11 +51,11 @@ def command(
 
     path = model_path(model)
     draft = None if model_draft is None else find(model_draft)
-    if draft is not None:
-        check_vocabulary(path, draft)
     with ExitStack() as stack, ProgressLine() as line, notices(line):
         file = stack.enter_context(GGUFFile.open(path))
         draft_file = None if draft is None else stack.enter_context(GGUFFile.open(draft))
+        if draft_file is not None:
+            check_vocabulary(file, draft_file)
         trained = context.trained(file)
         n_ctx = min(DEFAULT_N_CTX, trained) if ctx_size is None else ctx_size or trained
         context.warn_beyond(file, n_ctx)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -41,7 +40,7 @@ def command(
     path = store.resolve(model)
     with GGUFFile.open(path) as file:
         facts = {"model": model, "path": str(path), **describe_file(file, ctx_size, (cache_type_k, cache_type_v))}
-    facts["draft"] = draft_of(path)
+        facts["draft"] = draft_of(file)
     if only_template:
         if facts["chat_template"] is None:
             raise EdgertError(f"{model} has no chat template.")
@@ -52,11 +51,11 @@ def command(
         click.echo(as_text(facts))
 
 
-def draft_of(path: Path) -> str | None:
+def draft_of(file: GGUFFile) -> str | None:
     """The draft that guesses for the model unless --spec-type off is given."""
     from edgert.speculation.loading import find_made_for
 
-    draft = find_made_for(path)
+    draft = find_made_for(file)
     return None if draft is None else str(draft)
 
 

@@ -61,7 +61,7 @@ class Settings:
 
 
 def speculator(
-    path: Path,
+    file: GGUFFile,
     backend: Backend,
     settings: Settings,
     *,
@@ -69,15 +69,17 @@ def speculator(
     n_parallel: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Speculator | None:
-    """What guesses for the model at `path`, which `backend` runs; None: nothing does.
+    """What guesses for the model of `file`, which `backend` runs; None: nothing does.
 
     n_parallel:  requests that have a step together; None: as many as the backend has sequences
 
     Raises: EdgertError when a draft that was asked for cannot serve.
     """
+    from edgert.quantize.gguf_file import GGUFFile
+
     known = None
     if settings.draft is None and settings.kind in (None, "auto", "draft"):
-        known = find_made_for(path)
+        known = find_made_for(file)
     usual = settings.draft is not None or (known is not None and backend.verdict.backend == "cpu")
     kind = settings.kind or ("auto" if usual else "off")  # guesses where they are known to pay
     if kind == "off":
@@ -88,12 +90,13 @@ def speculator(
         try:
             draft = known if settings.draft is None else find(settings.draft)
             if draft is not None:
-                check_vocabulary(path, draft)
-                model = DraftModel(_load(draft, backend, settings.most, n_threads, progress))
+                with GGUFFile.open(draft) as small:
+                    check_vocabulary(file, small)
+                    model = DraftModel(_load(small, backend, settings.most, n_threads, progress))
                 names.insert(0, draft.stem)
             elif asked:
                 raise EdgertError(
-                    f"No draft is known for {path.name}: name a small model of the same vocabulary with -md, "
+                    f"No draft is known for {file.path.name}: name a small model of the same vocabulary with -md, "
                     "or choose --spec-type ngram."
                 )
         except EdgertError as error:
@@ -117,29 +120,27 @@ def speculator(
 
 
 def _load(
-    draft: Path, target: Backend, most: int, n_threads: int | None, progress: Callable[[int, int], None] | None
+    draft: GGUFFile, target: Backend, most: int, n_threads: int | None, progress: Callable[[int, int], None] | None
 ) -> Backend:
     """The draft on the engine that runs the target, with as many sequences."""
     from edgert import backends
-    from edgert.quantize.gguf_file import GGUFFile
 
-    with GGUFFile.open(draft) as file:
-        n_ctx = min(target.n_ctx, file.get(f"{file.architecture}.context_length", int))
-        name = target.verdict.backend
-        if name == "cpu":
-            from edgert.backends.cpu.draft import CpuDraft
+    n_ctx = min(target.n_ctx, draft.get(f"{draft.architecture}.context_length", int))
+    name = target.verdict.backend
+    if name == "cpu":
+        from edgert.backends.cpu.draft import CpuDraft
 
-            return CpuDraft(
-                file,
-                n_guesses=most,
-                common=_common(file),
-                n_ctx=n_ctx,
-                n_threads=n_threads,
-                n_seq_max=target.n_seq_max,
-                n_cached=n_ctx + 512,
-                beside=target,
-                progress=progress,
-            )
+        return CpuDraft(
+            draft,
+            n_guesses=most,
+            common=_common(draft),
+            n_ctx=n_ctx,
+            n_threads=n_threads,
+            n_seq_max=target.n_seq_max,
+            n_cached=n_ctx + 512,
+            beside=target,
+            progress=progress,
+        )
     return backends.load(draft, backend=name, n_ctx=n_ctx, n_threads=n_threads, n_seq_max=target.n_seq_max)
 
 
@@ -161,34 +162,29 @@ def find(draft: str | os.PathLike[str]) -> Path:
     return store.resolve(draft)
 
 
-def find_made_for(path: Path) -> Path | None:
+def find_made_for(file: GGUFFile) -> Path | None:
     """The draft that the catalogue has for this model, beside its file or in the package; None: there is none."""
-    from edgert.quantize.gguf_file import GGUFFile
-
-    with GGUFFile.open(path) as file:
-        name = file.metadata.get("general.name")
+    name = file.metadata.get("general.name")
     entry = next((e for e in CATALOGUE.values() if e.draft and e.title_in_file == name), None)
-    places = (path.parent, ASSETS) if entry else ()
+    places = (file.path.parent, ASSETS) if entry else ()
     return next((p / entry.draft for p in places if entry and (p / entry.draft).is_file()), None)
 
 
-def check_vocabulary(target: Path, draft: Path) -> None:
+def check_vocabulary(target: GGUFFile, draft: GGUFFile) -> None:
     """Raises: EdgertError unless both models have the same tokens under the same ids."""
-    from edgert.quantize.gguf_file import GGUFFile
-
-    with GGUFFile.open(target) as a, GGUFFile.open(draft) as b:
-        if TOKENS in a.metadata and TOKENS in b.metadata and a.raw_value(TOKENS) == b.raw_value(TOKENS):
-            return
-        ours, theirs = _tokens(a), _tokens(b)
+    files = target, draft
+    if all(TOKENS in file.metadata for file in files) and target.raw_value(TOKENS) == draft.raw_value(TOKENS):
+        return
+    ours, theirs = map(_tokens, files)
     if len(ours) != len(theirs):
         raise EdgertError(
-            f"The draft {draft.name} has a vocabulary of {len(theirs)} tokens and {target.name} one of {len(ours)}: "
-            "a draft must share its model's vocabulary."
+            f"The draft {draft.path.name} has a vocabulary of {len(theirs)} tokens and {target.path.name} one of "
+            f"{len(ours)}: a draft must share its model's vocabulary."
         )
     if ours != theirs:
         place = next(i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y)
         raise EdgertError(
-            f"The draft {draft.name} and {target.name} have {len(ours)} tokens each, but not the same "
+            f"The draft {draft.path.name} and {target.path.name} have {len(ours)} tokens each, but not the same "
             f"(the first other one is {place}): a draft must share its model's vocabulary."
         )
 
