@@ -339,16 +339,20 @@ def test_cancel_from_another_thread(smollm2: Model) -> None:
 
 
 def test_time_between_two_steps(smollm2: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = smollm2.backend.forward
     marks: list[float] = []
 
-    def timed(batch: Any) -> Any:
-        marks.append(time.perf_counter())
-        result = forward(batch)
-        marks.append(time.perf_counter())
-        return result
+    def timed(step: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(*arguments: Any) -> Any:
+            marks.append(time.perf_counter())
+            result = step(*arguments)
+            marks.append(time.perf_counter())
+            return result
 
-    monkeypatch.setattr(smollm2.backend, "forward", timed)
+        return measured
+
+    for name in ("forward", "extend"):  # of several sequences, and of one
+        monkeypatch.setattr(smollm2.backend, name, timed(getattr(smollm2.backend, name)))
+    monkeypatch.setattr(smollm2._engine, "speculator", None)  # whose guesses would lie between two steps
     smollm2.chat(ask("Write about the sea."), max_tokens=100, ignore_eos=True, stop="x" * 200)
     gaps = np.subtract(marks[2::2], marks[1:-1:2])
     busy = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0

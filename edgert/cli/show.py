@@ -13,6 +13,8 @@ from edgert.cli.flags import CACHE_FLAGS, CONTEXT, flag, json_flag
 from edgert.errors import EdgertError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from edgert.quantize.architecture import Architecture
     from edgert.quantize.gguf_file import GGUFFile
 
@@ -40,7 +42,6 @@ def command(
     path = store.resolve(model)
     with GGUFFile.open(path) as file:
         facts = {"model": model, "path": str(path), **describe_file(file, ctx_size, (cache_type_k, cache_type_v))}
-        facts["draft"] = draft_of(file)
     if only_template:
         if facts["chat_template"] is None:
             raise EdgertError(f"{model} has no chat template.")
@@ -49,14 +50,6 @@ def command(
         click.echo(json.dumps(facts, ensure_ascii=False, indent=1))
     else:
         click.echo(as_text(facts))
-
-
-def draft_of(file: GGUFFile) -> str | None:
-    """The draft that guesses for the model unless --spec-type off is given."""
-    from edgert.speculation.loading import find_made_for
-
-    draft = find_made_for(file)
-    return None if draft is None else str(draft)
 
 
 def describe_file(
@@ -69,7 +62,9 @@ def describe_file(
     """
     from edgert.backends import choice
     from edgert.quantize.architecture import describe
+    from edgert.speculation.loading import find_made_for
 
+    draft = find_made_for(file)
     try:
         architecture, obstacle = describe(file), None
     except EdgertError as error:
@@ -97,7 +92,8 @@ def describe_file(
         "chat_template": template if isinstance(template, str) else None,
         "sampling": sampling(file),
         "quantization": quantization(file),
-        "memory": memory_cost(file, architecture, n_ctx, types) if architecture else {},
+        "draft": None if draft is None else str(draft),
+        "memory": memory_cost(file, architecture, n_ctx, types, draft) if architecture else {},
         "engine": choice.foresee(file) if architecture else {},
     }
     return facts
@@ -157,17 +153,28 @@ def memory_cost(
     architecture: Architecture,
     n_ctx: int | None,
     types: tuple[str | None, str | None] = (None, None),
+    draft: Path | None = None,
 ) -> dict[str, int]:
-    """Bytes that the process takes with a context full of tokens, as `backends.cpu.footprint` tells them."""
+    """Bytes that the process takes with a context full of tokens, as `backends.cpu.footprint` tells them.
+
+    draft:  the model that guesses besides
+    """
     from dataclasses import asdict
 
     from edgert.backends.cpu.footprint import footprint
+    from edgert.quantize.architecture import describe
+    from edgert.quantize.gguf_file import GGUFFile
 
     if n_ctx is None:
         n_ctx = min(N_CTX, architecture.n_ctx_train)
     n_ctx = n_ctx or architecture.n_ctx_train
     cost = footprint(file, architecture, n_ctx, types=types)
-    return {"n_ctx": n_ctx, **asdict(cost), "total": cost.total}
+    guessing = 0
+    if draft is not None:
+        with GGUFFile.open(draft) as small:
+            a = describe(small)
+            guessing = footprint(small, a, min(n_ctx, a.n_ctx_train), with_program=False).total
+    return {"n_ctx": n_ctx, **asdict(cost), "draft": guessing, "total": cost.total + guessing}
 
 
 def as_text(facts: dict[str, Any]) -> str:
@@ -212,7 +219,7 @@ def as_text(facts: dict[str, Any]) -> str:
     template = facts["chat_template"]
     lines.append(("template", f"{len(template)} characters (--template prints it)" if template else "none"))
     lines.append(("sampling", ", ".join(f"{name} {value}" for name, value in facts["sampling"].items())))
-    if facts.get("draft"):
+    if facts["draft"]:
         lines.append(("draft", f"{facts['draft']}, which guesses ahead unless --spec-type off is given"))
     if made := facts["quantization"]:
         again = ", which was quantized before" if made["requantized"] else ""
@@ -227,7 +234,9 @@ def as_text(facts: dict[str, Any]) -> str:
                 "memory",
                 f"{_mb(cost['total'])} with {cost['n_ctx']:,} tokens of context: weights {_mb(cost['weights'])}, "
                 f"cache {_mb(cost['kv'])} ({cost['kv_per_token'] / 1e3:.1f} kB per token), "
-                f"buffers {_mb(cost['buffers'])}, program {_mb(cost['program'])}",
+                f"buffers {_mb(cost['buffers'])}, "
+                + (f"draft {_mb(cost['draft'])}, " if cost["draft"] else "")
+                + f"program {_mb(cost['program'])}",
             )
         )
     if engine := facts["engine"]:
