@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import subprocess
 import sys
 import threading
@@ -336,26 +335,3 @@ def test_cancel_from_another_thread(smollm2: Model) -> None:
 
 
 # What lies between two steps
-
-
-def test_time_between_two_steps(smollm2: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    marks: list[float] = []
-
-    def timed(step: Callable[..., Any]) -> Callable[..., Any]:
-        def measured(*arguments: Any) -> Any:
-            marks.append(time.perf_counter())
-            result = step(*arguments)
-            marks.append(time.perf_counter())
-            return result
-
-        return measured
-
-    for name in ("forward", "extend"):  # of several sequences, and of one
-        monkeypatch.setattr(smollm2.backend, name, timed(getattr(smollm2.backend, name)))
-    monkeypatch.setattr(smollm2._engine, "speculator", None)  # whose guesses would lie between two steps
-    smollm2.chat(ask("Write about the sea."), max_tokens=100, ignore_eos=True, stop="x" * 200)
-    gaps = np.subtract(marks[2::2], marks[1:-1:2])
-    busy = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0
-    if busy > 1:
-        pytest.skip(f"the machine is busy with other work: {busy:.1f} programs for each core")
-    assert np.median(gaps) < 0.15e-3
