@@ -96,7 +96,7 @@ def test_who_waits_too_long_is_told_so() -> None:
         began = time.perf_counter()
         with pytest.raises(QueueTimeoutError) as caught:
             model.generate([2], max_tokens=5, queue_timeout=0.05)
-        assert 0.05 <= caught.value.seconds <= time.perf_counter() - began
+        assert 0.05 <= caught.value.seconds <= time.perf_counter() - began < 0.4
         assert caught.value.retry_after >= 1
         assert len(running.reply().tokens) == 100
         assert model.snapshot().timed_out == 1
@@ -130,11 +130,11 @@ def test_one_that_was_set_aside_runs_out_of_time_too() -> None:
 
 
 def test_a_window_gathers_requests() -> None:
-    with Model(FakeBackend(), _tokenizer(), limits=Limits(window=10)) as model:
+    with Model(FakeBackend(), _tokenizer(), limits=Limits(window=0.5)) as model:
         streams = [model.generate([i], True, max_tokens=3, temperature=0) for i in range(4)]
         began = time.perf_counter()
         assert [stream.reply().tokens for stream in streams] == [told([i], 3) for i in range(4)]
-        assert time.perf_counter() - began < 8  # all places are taken: nothing is waited for
+        assert time.perf_counter() - began < 0.4  # all places are taken: nothing is waited for
         assert isinstance(model.backend, FakeBackend)
         assert [len(batch) for batch in model.backend.batches] == [4, 4, 4]
 
@@ -313,7 +313,7 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     began = time.perf_counter()
     with pytest.raises(DoesNotFitError, match=r"needs 400 .*\(300 of the prompt.* has 320"):
         engine.submit(generation(text(0, 300), max_tokens=100))
-    assert time.perf_counter() - began < 2
+    assert time.perf_counter() - began < 0.1
     unlimited = generation(text(0, 300))
     engine.submit(unlimited)
     finish(engine, [unlimited])

@@ -180,7 +180,7 @@ def test_a_full_house_is_told_at_once() -> None:
         wait_for(lambda: server.service.admission.inside == 3)
         began = time.monotonic()
         status, headers, _ = server.raw("POST", CHAT, json.dumps({"messages": HI}).encode())
-        assert time.monotonic() - began < 2  # nothing ends by itself
+        assert time.monotonic() - began < 0.1
         assert status == 503
         assert int(headers["retry-after"]) >= 1
         for connection in inside:
