@@ -10,7 +10,7 @@ from typing import Any
 
 from edgert.backends import choice
 from edgert.backends.cpu import footprint as cpu_footprint
-from edgert.backends.cpu.footprint import Footprint, footprint, smaller_types
+from edgert.backends.cpu.footprint import Footprint, draft_bytes, footprint, smaller_types
 from edgert.backends.cpu.rates import Rates, predict
 from edgert.devices import accelerators, fitting, probe
 from edgert.errors import DoesNotFitError, EdgertError
@@ -80,12 +80,7 @@ def places(request: Request, machine: Rates | None) -> list[Place]:
 
 
 def _draft_bytes(request: Request, n_ctx: int) -> int:
-    """What the draft adds: its weights, cache and buffers; the program is there already."""
-    if request.draft is None:
-        return 0
-    a = describe(request.draft)
-    n = min(n_ctx, a.n_ctx_train)
-    return footprint(request.draft, a, n, n_full=request.n_parallel, with_program=False).total
+    return 0 if request.draft is None else draft_bytes(request.draft, n_ctx, request.n_parallel)
 
 
 def _memory(cost: Footprint, draft: int) -> dict[str, int]:

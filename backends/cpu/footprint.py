@@ -14,7 +14,7 @@ from edgert.backends.cpu.cache import cache_bytes, cache_type
 from edgert.backends.cpu.layouts import BLOCK, CACHE_TYPES, CODEC_OF, CODECS, WINDOW
 from edgert.devices import fitting
 from edgert.errors import DoesNotFitError
-from edgert.quantize.architecture import Architecture
+from edgert.quantize.architecture import Architecture, describe
 from edgert.quantize.gguf_file import Model
 
 N_BATCH = 512  # tokens of one prefill step
@@ -131,3 +131,9 @@ def smaller_types(a: Architecture, types: tuple[str | None, str | None]) -> list
         return []
     bits = min(CACHE_TYPES[cache_type(side, name, a.head_dim)].bits for side, name in zip("kv", types, strict=True))
     return [name for name, kind in CACHE_TYPES.items() if kind.bits < bits]
+
+
+def draft_bytes(draft: Model[Any], n_ctx: int, n_full: float = 1) -> int:
+    """What a draft adds to its model's footprint: weights, cache and buffers; the program is there already."""
+    a = describe(draft)
+    return footprint(draft, a, min(n_ctx, a.n_ctx_train), n_full=n_full, with_program=False).total

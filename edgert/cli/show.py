@@ -161,8 +161,7 @@ def memory_cost(
     """
     from dataclasses import asdict
 
-    from edgert.backends.cpu.footprint import footprint
-    from edgert.quantize.architecture import describe
+    from edgert.backends.cpu.footprint import draft_bytes, footprint
     from edgert.quantize.gguf_file import GGUFFile
 
     if n_ctx is None:
@@ -172,8 +171,7 @@ def memory_cost(
     guessing = 0
     if draft is not None:
         with GGUFFile.open(draft) as small:
-            a = describe(small)
-            guessing = footprint(small, a, min(n_ctx, a.n_ctx_train), with_program=False).total
+            guessing = draft_bytes(small, n_ctx)
     return {"n_ctx": n_ctx, **asdict(cost), "draft": guessing, "total": cost.total + guessing}
 
 
