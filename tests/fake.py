@@ -162,3 +162,17 @@ def fake_model(rule: Rule = hashed, defaults: SamplingParams | None = None, **op
     tokenizer: Any = FakeTokenizer()
     template: Any = FakeTemplate()
     return Model(backend, tokenizer, template, defaults or greedy)
+
+
+def backend_of(model: Model) -> FakeBackend:
+    """The fake that a model runs on."""
+    assert isinstance(model.backend, FakeBackend)
+    return model.backend
+
+
+def wait_for(condition: Any, seconds: float = 5) -> None:
+    """Until the condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.001)

@@ -62,8 +62,8 @@ def finish(engine: Engine, tasks: list[Generation], turns: int = 5000) -> None:
 def check(engine: Engine, backend: PagedFake) -> None:
     """What holds between any two steps."""
     slots = engine._slots._slots
-    assert len(engine._running) <= engine.n_parallel
-    assert [slot.task for slot in slots if slot.task] == sorted(engine._running, key=lambda task: task.slot.sequence)
+    assert len(engine._work.tasks) <= engine.n_parallel
+    assert [slot.task for slot in slots if slot.task] == sorted(engine._work.tasks, key=lambda task: task.slot.sequence)
     for slot in slots:
         assert slot.n_cached == backend.length(slot.sequence) == len(backend.cells[slot.sequence])
         assert slot.tokens[: slot.n_cached].tolist() == backend.cells[slot.sequence]

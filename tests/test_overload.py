@@ -118,7 +118,7 @@ def test_one_that_was_set_aside_runs_out_of_time_too() -> None:
     engine.submit(task)
     for _ in range(5):
         engine._turn()
-    engine._set_aside(task)
+    engine._admission.set_aside(task)
     other = generation([3], max_tokens=100, priority=5)
     engine.submit(other)
     task.end = 0.0
@@ -152,12 +152,12 @@ def test_a_crowd_does_not_keep_one_user_waiting() -> None:
         engine._turn()
     one = generation(text(99, 20), user="one", max_tokens=10)
     engine.submit(one)
-    engine._next_look = 0.0
+    engine._admission._next_look = 0.0
     turns = 0
     while not one.done:
         engine._turn()
         turns += 1
-    engine._send()
+    engine._outbox.send()
     assert turns < 20
     assert engine.snapshot().preempted == 1
     assert result(one) == (told(text(99, 20), 10), "length")
@@ -283,7 +283,7 @@ def test_a_reader_that_is_cancelled_keeps_nobody_waiting() -> None:
         engine.submit(task)
     for _ in range(3):
         engine._turn()
-    assert len(engine._running) == 1
+    assert len(engine._work.tasks) == 1
     tasks[0].cancelled = True
     finish(engine, tasks)
     assert result(tasks[0])[1] == "cancelled"
@@ -332,7 +332,7 @@ def test_who_would_not_fit_beside_others_waits_before_work() -> None:
     while not all(task.done for task in tasks):
         engine._turn()
         check(engine, backend)
-        most = max(most, len(engine._running))
+        most = max(most, len(engine._work.tasks))
     assert most == 3  # of 250 each
     assert engine.snapshot().preempted == 0
     assert [result(task) for task in tasks] == [(told(text(i, 150), 100), "length") for i in range(12)]
@@ -371,7 +371,7 @@ def test_who_leaves_gives_everything_back_within_a_step() -> None:
             task.cancelled = True
             engine._turn()
             assert task.done
-        assert backend.n_pages == 0 and not engine._running and not len(engine._queue)
+        assert backend.n_pages == 0 and not engine._work.tasks and not len(engine._queue)
         for task in tasks:
             tokens, end = result(task)
             assert end in ("cancelled", "length") and tokens == told(

@@ -32,6 +32,16 @@ HEADS = frozenset({"output.weight", "token_embd.weight"})  # the matrix that mak
 Item = Chunk | Progress | NDArray[np.float32] | BaseException | None
 
 
+class Outbox(deque[tuple["Task", Item]]):
+    """What tasks have left for those who wait for them."""
+
+    def send(self) -> None:
+        """Hands it out, which wakes them."""
+        while self:
+            task, item = self.popleft()
+            task.send(item)
+
+
 class Decoder(Protocol):
     """Turns tokens into text, holding back characters that are not complete."""
 
@@ -70,7 +80,7 @@ class Task(ABC):
         self.cancellations: deque[Task] = deque()
         self.output: SimpleQueue[Item] = SimpleQueue()
         self.wake: Callable[[], None] | None = None
-        self.outbox: deque[tuple[Task, Item]] = deque()
+        self.outbox = Outbox()
 
     def put(self, item: Item) -> None:
         """Leaves an item for whoever waits; the engine sends it when it has a moment."""

@@ -1,0 +1,248 @@
+"""The tasks that run, and the step that takes all of them further: what it evaluates of each, what becomes of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgert.backends.base import Backend, Batch
+from edgert.errors import DoesNotFitError, EdgertError
+from edgert.generation.limits import Limits
+from edgert.generation.metrics import Counters
+from edgert.generation.schedule import Pace, Queue, shared_out, wide_part
+from edgert.generation.slots import Slots
+from edgert.generation.task import Generation, Reading, Task
+
+if TYPE_CHECKING:
+    from edgert.speculation import Speculator
+
+logger = logging.getLogger(__name__)
+
+STEPS = 32  # steps that are counted together
+FEW = 32  # tokens of one reply that the backend is given without the ado of a batch
+_NO_LOGITS = np.empty((0, 0), np.float32)
+
+
+class Lockstep:
+    """Tasks that have a slot, all of them a step further at a time.
+
+    How much of whose prompt a step reads is the pace's affair (`schedule.Pace`).
+
+    tasks:      those that run, in the order in which they began
+    meanwhile:  called right before the backend computes, which frees the interpreter for other threads
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        speculator: Speculator | None,
+        limits: Limits,
+        queue: Queue,
+        slots: Slots,
+        counters: Counters,
+        meanwhile: Callable[[], None],
+    ) -> None:
+        self._backend, self._speculator = backend, speculator
+        self._queue, self._slots, self._counters = queue, slots, counters
+        self._meanwhile = meanwhile
+        self._shared_by_users = limits.prefix_cache != "user"  # so that one's tokens may be guessed for another
+        self._pace = Pace(backend.n_batch, backend.n_window, limits.stall, limits.comfort)
+        self.tasks: list[Task] = []
+        self._n_readings = 0  # tasks that observe, among them
+        self._steps: list[float] = []  # begin and end of those that are not counted yet
+        self._n_replies = self._n_single = self._n_wide = self._depth = 0  # of the present step, as Pace counts
+        n = backend.n_batch
+        self._batch = Batch(np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.bool_))
+        self._views: dict[int, Batch] = {}
+
+    def join(self, task: Task) -> None:
+        """Takes in a task that has a slot."""
+        self._account()
+        self.tasks.append(task)
+        self._n_readings += isinstance(task, Reading)
+
+    def leave(self, task: Task) -> None:
+        """Lets a task go, before its slot is released."""
+        self._account()
+        self.tasks.remove(task)
+        self._n_readings -= isinstance(task, Reading)
+        if task.done and isinstance(task, Generation):
+            if self._speculator and self._shared_by_users:
+                self._speculator.remember(task.slot, task.n_reused)
+            self._counters.drafted(task.drafts)
+
+    def step(self) -> None:
+        """Evaluates one batch, in which each task has its part, and hands out its logits.
+
+        Raises: DoesNotFitError when the cache is full; whatever the backend raises.
+        """
+        parts = self._plan()
+        if self._n_readings:
+            parts = self._observed(parts)
+        if not parts:
+            return
+        guessed = self._guess(parts) if self._speculator else None
+        began = perf_counter()
+        try:
+            logits, row = self._forward(guessed or parts), 0
+        except DoesNotFitError:
+            if not guessed:
+                raise
+            guessed, (logits, row) = None, (self._forward(parts), 0)
+        self._steps += (began, perf_counter())
+        if self._n_single or self._n_wide or len(self._steps) >= 2 * STEPS:
+            self._account(parts)
+        for task, count, rows in guessed or parts:
+            task.slot.n_cached += count
+            try:
+                task.advance(logits[row : row + rows])
+            except Exception as error:  # its own affair, the others go on
+                if not isinstance(error, EdgertError):
+                    logger.exception("a request failed")
+                task.fail(error)
+            row += rows
+            self._forget_wrong(task)
+        if guessed and self._speculator:
+            self._speculator.learn([task for task, _, _ in guessed], [count - 1 for _, count, _ in guessed])
+
+    def _plan(self) -> list[tuple[Task, int, int]]:
+        """The tasks of this step, how many tokens each evaluates, and how many rows of logits it gets."""
+        parts = [(task, 1, 1) for task in self.tasks if task.slot.n_tokens - task.slot.n_cached == 1]
+        self._n_replies, self._n_single, self._n_wide = len(parts), 0, 0
+        if len(parts) < len(self.tasks):
+            prompts = [task for task in self.tasks if task.slot.pending > 1]
+            window, turn = self._backend.n_window, self._counters.n_steps
+            self._depth = max(task.slot.n_cached for task in prompts)
+            budget, singles = self._pace.allows(len(parts), self._depth)
+            for task, count in shared_out(prompts, budget, singles, window, turn):
+                wide = wide_part(task.slot.n_cached, count, window)
+                self._n_wide += wide
+                self._n_single += count - wide
+                parts.append((task, count, count if task.want_all else int(count == task.slot.pending)))
+        return parts
+
+    def _guess(self, parts: list[tuple[Task, int, int]]) -> list[tuple[Generation, int, int]] | None:
+        """The same parts with guesses to check; None unless all wait for their next token."""
+        tasks = [task for task, _, _ in parts if isinstance(task, Generation) and task.slot.pending == 1]
+        if len(tasks) < len(parts) or not self._speculator:
+            return None
+        room = min(self._backend.n_batch, len(self._speculator.costs)) - len(tasks)
+        counts = self._speculator.propose(tasks, room)
+        return [(task, count + 1, count + 1) for task, count in zip(tasks, counts, strict=True)]
+
+    def _observed(self, parts: list[tuple[Task, int, int]]) -> list[tuple[Task, int, int]]:
+        """Runs the parts of tasks that observe, each in a step of its own; returns the others."""
+        others = []
+        for task, count, rows in parts:
+            if not isinstance(task, Reading):
+                others.append((task, count, rows))
+                continue
+            slot, see = task.slot, task.see
+            tokens = slot.tokens[slot.n_cached : slot.n_cached + count].tolist()
+            batch = Batch.of(tokens, slot.n_cached, slot.sequence, wanted="all")
+            try:
+                self._slots.making_room(
+                    lambda batch=batch, see=see: self._backend.observe(batch, see),  # type: ignore[misc]
+                    [task.user],
+                    alone=len(self.tasks) == 1,
+                )
+                slot.n_cached += count
+                task.advance(_NO_LOGITS)
+            except DoesNotFitError:
+                raise
+            except Exception as error:  # its own affair, the others go on
+                if not isinstance(error, EdgertError):
+                    logger.exception("a request failed")
+                task.fail(error)
+        return others
+
+    def _forward(self, parts: Sequence[tuple[Task, int, int]]) -> NDArray[np.float32]:
+        backend, (task, count, rows) = self._backend, parts[0]
+        if len(parts) == 1 and count == rows < FEW:  # a reply's next token, and guesses at those after it
+            slot = task.slot
+            tokens = slot.tokens[slot.n_cached : slot.n_cached + count].tolist()
+
+            def evaluate() -> NDArray[np.float32]:
+                return backend.extend(tokens, slot.n_cached, slot.sequence)
+
+        else:
+            batch = self._batch_of(parts)
+
+            def evaluate() -> NDArray[np.float32]:
+                return backend.forward(batch)
+
+        self._meanwhile()  # the callers wake while the backend computes, which frees the interpreter for them
+        try:
+            return evaluate()
+        except DoesNotFitError:
+            users, alone = [task.user for task in self.tasks], len(self.tasks) == 1
+            return self._slots.making_room(evaluate, users, alone=alone)
+
+    def _batch_of(self, parts: Sequence[tuple[Task, int, int]]) -> Batch:
+        """What the tasks evaluate in this step."""
+        all_ = self._batch
+        start = 0
+        for task, count, rows in parts:
+            slot, end = task.slot, start + count
+            first = slot.n_cached
+            if count == 1:  # of the usual step, where slices would take longer than all else here
+                all_.tokens[start], all_.sequences[start] = slot.tokens[first], slot.sequence
+                all_.positions[start], all_.wanted[start] = first, rows == 1
+            else:
+                all_.tokens[start:end] = slot.tokens[first : first + count]
+                all_.sequences[start:end] = slot.sequence
+                all_.positions[start:end] = np.arange(first, first + count)
+                all_.wanted[start:end] = False
+                all_.wanted[end - rows : end] = True
+            start = end
+        batch = self._views.get(start)
+        if batch is None:
+            batch = self._views[start] = Batch(
+                all_.tokens[:start], all_.sequences[:start], all_.positions[:start], all_.wanted[:start]
+            )
+        return batch
+
+    def _forget_wrong(self, task: Task) -> None:
+        """Takes guesses that were not chosen out of the cache."""
+        slot = task.slot
+        sound = slot.n_tokens - (not task.done)  # the token chosen last is not evaluated yet
+        if slot.n_cached > sound:
+            self._backend.truncate(slot.sequence, sound)
+            slot.n_cached = sound
+
+    def _account(self, parts: Sequence[tuple[Task, int, int]] | None = None) -> None:
+        """Counts and learns from the steps since the last time, all of the same replies.
+
+        Between two steps the processor's caches are full of weights, and whatever is touched then is slow.
+
+        parts:  of the latest step, which may have read prompts too
+        """
+        steps = self._steps
+        if not steps:
+            return
+        counters, running = self._counters, self.tasks
+        n_prompt = self._n_single + self._n_wide if parts else 0
+        times = list(zip(steps[::2], steps[1::2], strict=True))
+        steps.clear()
+        for began, ended in times[:-1] if n_prompt else times:
+            self._pace.learn(len(running), 0, 0, 0, ended - began)
+        if n_prompt:
+            seconds = times[-1][1] - times[-1][0]
+            self._pace.learn(self._n_replies, self._n_single, self._n_wide, self._depth, seconds)
+        counters.steps(times, len(running), self._n_replies + n_prompt)
+        gave = {task for task, _, rows in parts if rows} if parts else set(running)
+        for task in running:
+            if task.want_all:
+                continue
+            if made := task.n_predicted - task.n_counted:
+                task.n_counted = task.n_predicted
+                counters.predicted_tokens += made
+                self._queue.charge(task, made)
+            if task in gave:
+                counters.tokens(task, [ended for _, ended in times])
+        counters.prompt_tokens += n_prompt
