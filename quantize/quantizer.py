@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from edgert.errors import DoesNotFitError, ModelFileError, RequestError, UnsupportedFormatError
-from edgert.quantize import comparison, encoding, sensitivity
+from edgert.quantize import comparison, encoding, sensitivity, work_folder
 from edgert.quantize.allocation import Pins
 from edgert.quantize.calibration import Statistics
 from edgert.quantize.curvatures import Curvatures
@@ -162,6 +162,7 @@ class Quantizer:
                 ) from error
             raise
         self._forget()
+        work_folder.remove_left(self.out)
         report.seconds = time.monotonic() - self._started
         report.peak_memory = _peak_memory()
         return report
@@ -203,7 +204,7 @@ class Quantizer:
     def _work_folder(self) -> WorkFolder:
         assert self.out is not None
         made_for = f"{self.source.fingerprint} {self.settings.measured}"
-        folder = WorkFolder(self.out.with_name(self.out.name + ".work"), made_for, resume=self.settings.resume)
+        folder = WorkFolder(work_folder.beside(self.out), made_for, resume=self.settings.resume)
         self._resources.callback(folder.close)
         return folder
 

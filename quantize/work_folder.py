@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
 from edgert.errors import ModelFileError
 
 NOTE, LOCK = "settings", "lock"  # what the contents were measured for; what a run holds while it uses them
+
+
+def beside(out: Path) -> Path:
+    """Where what is measured for a result lies."""
+    return out.with_name(out.name + ".work")
+
+
+def remove_left(out: Path) -> None:
+    """Deletes what stopped runs measured for a result that is now there; nothing that is in use or not edgert's."""
+    if beside(out).exists():
+        with contextlib.suppress(ModelFileError):
+            WorkFolder(beside(out), "", resume=False).remove()
 
 
 class WorkFolder:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,16 +59,27 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_model
     assert "'Q4_17' is no type" in capsys.readouterr().err
 
 
-def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def figures(tmp_path: Path) -> Path:
     from edgert.quantize.sensitivity import Probe, Sensitivity
 
-    path, png = tmp_path / "s.json", tmp_path / "s.png"
+    path = tmp_path / "s.json"
     Sensitivity("f", {"a": {"Q4_0": 0.5, "Q8_0": 0.01}}, {"a": 0.25}, [Probe(("a",), "Q4_0", 0.125, 0.5)], 7).save(path)
-    code = cli.run(["sensitivity", str(path), "--png", str(png)])
-    if importlib.util.find_spec("matplotlib"):
-        assert code == 0
-        assert png.read_bytes()[:4] == b"\x89PNG"
-    else:
-        assert code == 1
-        assert "pip install matplotlib" in capsys.readouterr().err
-        assert not png.exists()
+    return path
+
+
+def test_a_picture(figures: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs edgert[plots]")
+    assert cli.run(["sensitivity", str(figures), "--png", str(tmp_path / "s.png")]) == 0
+    assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_without_matplotlib_a_picture_is_refused_before_the_work(
+    tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("edgert.cli.sensitivity.measured", None)  # whoever measures fails
+    assert cli.run(["sensitivity", str(tiny_model("llama")), "--png", str(tmp_path / "s.png")]) == 1
+    said = capsys.readouterr()
+    assert said.err == 'edgert: A picture needs matplotlib: pip install "edgert[plots]", or leave --png out.\n'
+    assert not said.out and not (tmp_path / "s.png").exists()

@@ -41,7 +41,7 @@ BAR = 40  # characters of the longest
     "--groups", type=click.IntRange(1), default=64, show_default=True, help="Probes at most, each a group of tensors."
 )
 @flag("--gptq/--no-gptq", default=True, show_default=True, help="Round with error feedback, as `quantize` does.")
-@flag("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture too; needs matplotlib.")
+@flag("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture too; needs edgert[plots].")
 @flag("-t", "--threads", type=click.IntRange(0), default=0, help="Threads; 0: as many as suit this machine.")
 @json_flag
 def command(source: str, output_file: Path | None, png: Path | None, as_json: bool, **flags: Any) -> None:
@@ -186,7 +186,7 @@ def _matplotlib() -> Any:
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError:
-        raise EdgertError("A picture needs matplotlib: pip install matplotlib, or leave --png out.") from None
+        raise EdgertError('A picture needs matplotlib: pip install "edgert[plots]", or leave --png out.') from None
     matplotlib.use("Agg")
     return importlib.import_module("matplotlib.pyplot")
 

@@ -170,7 +170,7 @@ def remembered(path: Path) -> Callable[[str, Callable[[], Figures]], Figures]:
 @click.option("--types", default="Q4_K_M,Q4_K_S,IQ4_NL,Q4_0", show_default=True)
 @click.option("--chunks", "n_chunks", default=16, show_default=True)
 @click.option("--imatrix-chunks", default=100, show_default=True, help="Chunks that the importances are collected on.")
-@click.option("--tokens", default=50_000, show_default=True, help="Tokens that edgert quantize calibrates on at most.")
+@click.option("--tokens", default=50_000, show_default=True, help="Tokens that edgert calibrates on at most.")
 @click.option("--noise", default=0.0, show_default=True, help="Share of each matrix's standard deviation.")
 @click.option("-t", "--threads", default=2, show_default=True)
 @click.option("--allow-requantize", is_flag=True)
@@ -204,7 +204,8 @@ def main(
             files = [part for text in calibration for part in ("-f", text)]
             run(*edgert, "imatrix", "-m", base, *files, "--chunks", imatrix_chunks, "-o", imatrix, "-t", threads)
         if not sensitivity.exists():
-            click.echo(run(*edgert, "sensitivity", source, *named, "-o", sensitivity, "-t", threads))
+            read = (*named, "--tokens", tokens)
+            click.echo(run(*edgert, "sensitivity", source, *read, "-o", sensitivity, "-t", threads))
         judges: list[Edgert | Llama] = [Edgert(base, n_chunks, threads)]
         if os.access(tools / "llama-perplexity", os.X_OK):
             judges.append(Llama(tools, base, n_chunks, threads, folder))

@@ -272,6 +272,26 @@ def test_two_runs_do_not_share_what_they_measure(
     assert not (WorkFolder(tmp_path / "out.gguf.work", "yet another", resume=True).path / "measured").exists()
 
 
+def test_a_result_leaves_nothing_of_stopped_runs_for_its_name(tiny_model: Callable[..., Path], tmp_path: Path):
+    """Even where it measured nothing itself; but what a run is at and what is a user's own stay."""
+    from edgert.quantize.work_folder import WorkFolder
+
+    source, out = tiny_model("llama", quant=Type.BF16), tmp_path / "out.gguf"
+    stopped = WorkFolder(tmp_path / "out.gguf.work", "a calibrated run", resume=False)
+    (stopped.path / "calibrating").mkdir()
+    (stopped.path / "calibrating" / "much.npy").write_text("much")
+    fast = (source, "-o", out, "--fast", "--type", "q8_0", "-t", 1)
+    run(*fast)
+    assert (stopped.path / "calibrating" / "much.npy").exists()
+    stopped.close()
+    run(*fast)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
+    (tmp_path / "out.gguf.work").mkdir()
+    (tmp_path / "out.gguf.work" / "precious").write_text("mine")
+    run(*fast)
+    assert (tmp_path / "out.gguf.work" / "precious").read_text() == "mine"
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_weights_that_are_no_numbers_leave_nothing(
     tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: float
