@@ -67,7 +67,7 @@ def _sources(module: str) -> str:
 def cache_folder(isa: Isa) -> Path:
     """Where the object code for this machine, instruction set and compiler lies."""
     versions = [metadata.version("numba"), metadata.version("llvmlite"), sys.version_info[:2]]
-    key = json.dumps([*versions, isa.name, isa.cpu, isa.features])
+    key = json.dumps([*versions, isa.machine, isa.name, isa.cpu, isa.features])
     root = os.environ.get("EDGERT_CACHE") or platformdirs.user_cache_dir("edgert")
     return Path(root) / "kernels" / hashlib.sha256(key.encode()).hexdigest()[:16]
 

@@ -112,7 +112,7 @@ class Graph:
         self.gated_tiles = arena.take(rows * a.n_ff * 2 if self.tiles else 0)
         group = a.n_head // a.n_head_kv
         self.tile_attention = self.tiles and a.head_dim % 32 == 0
-        needs = [wide_attention_tokens(isa.lanes, group) * group * partial_bytes(a.head_dim)]
+        needs = [wide_attention_tokens(isa.registers, group) * group * partial_bytes(a.head_dim)]
         if self.tiles:
             needs += [tile_scratch_bytes(n_batch), attention_scratch_bytes(a.head_dim, group)]
         self.scratch_stride = max(needs) + 63 & ~63

@@ -1,7 +1,7 @@
 """How weights lie in memory for the kernels: few packed layouts that serve many GGUF types.
 
-Rows stand in panels of `lanes` rows (16 with AVX-512, else 8), so that one vector holds the same place of each
-row. Along a row, 32 weights make a block; the blocks of a panel follow one another. A block holds, in order:
+Rows stand in panels of `lanes` rows (16 with AVX-512, 8 with AVX2, 4 with NEON), so that one vector holds the same
+place of each row. Along a row, 32 weights make a block; the blocks of a panel follow one another. A block holds:
 
     codes    4 bits: 4 vectors of 4*lanes bytes; byte 4*r + i of vector v holds for row r the weight 4v + i in its
              low nibble and 16 + 4v + i in its high one. 8 bits: 8 such vectors, one weight a byte.
@@ -145,9 +145,9 @@ def tile_scratch_bytes(n_tokens: int) -> int:
     return 64 + 2 * TILE_CHUNK * TILE + -(-n_tokens // TILE_TOKENS) * 4 * TILE
 
 
-def wide_attention_tokens(lanes: int, group: int) -> int:
-    """Tokens whose queries pass over the keys together, as registers allow: a power of two."""
-    tokens = max(1, (12 if lanes == 16 else 4) // group)
+def wide_attention_tokens(registers: int, group: int) -> int:
+    """Tokens whose queries pass over the keys together, as vector registers allow: a power of two."""
+    tokens = max(1, (12 if registers == 32 else 4) // group)
     return 1 << min(3, tokens.bit_length() - 1)
 
 

@@ -122,6 +122,14 @@ class Emitter:
         """A vector whose elements all are the scalar at address + offset."""
         return self.splat(self.load(kind, address, offset))
 
+    def broadcast_quad(self, address: Value, quad: int) -> Value:
+        """A vector whose elements all are the four bytes number `quad` at address, which 16 bytes around must exist."""
+        if self.isa.dot != "sdot":
+            return self.broadcast(I32, address, 4 * quad)
+        # The instruction takes its second factor from any part of a vector, so one load serves four of them.
+        quads = self.load(self.vi, address, quad // 4 * 16)
+        return self.shuffle(quads, quads, [quad % 4] * 4)
+
     def shuffle(self, left: Value, right: Value, indexes: list[int]) -> Value:
         mask = ir.Constant(ir.VectorType(I32, len(indexes)), [ir.Constant(I32, i) for i in indexes])
         return self.b.shuffle_vector(left, right, mask)
@@ -242,20 +250,52 @@ class Emitter:
             z = self.b.fmul(self.b.fmul(x, self.const(kind, 1.5957691216057308)), cube)
         return self.b.fdiv(x, self.b.fadd(one, self.exp(self.b.fsub(self.zero(kind), z))))
 
-    # integer dot products
+    # bytes
+    def look_up(self, table: Value, codes: Value) -> Value:
+        """table[code] for each byte; the table repeats its 16 bytes over a vector, codes are below 16."""
+        if self.isa.dot == "scalar":
+            result = self.zero(self.vb)
+            for i in range(4 * self.lanes):
+                place = ir.Constant(I32, i)
+                byte = self.b.extract_element(table, self.b.zext(self.b.extract_element(codes, place), I32))
+                result = self.b.insert_element(result, byte, place)
+            return result
+        name = {4: "aarch64.neon.tbl1.v16i8", 8: "x86.avx2.pshuf.b", 16: "x86.avx512.pshuf.b.512"}[self.lanes]
+        return self.call(f"llvm.{name}", self.vb, table, codes)
+
     def dot(self, sums: Value, codes: Value, x: Value, signed: bool = False) -> Value:
-        """sums[r] += the four products of bytes 4r..4r+3; codes are unsigned (or signed), x is int8 (as vi)."""
+        """sums[r] += the four products of bytes 4r..4r+3; codes are unsigned (or signed), x is int8 (as vi).
+
+        Unsigned codes above 127 are for "vnni" and "scalar" alone; x is at least -127.
+        """
         x = self.b.bitcast(x, self.vb)
-        if self.isa.dot == "vnni":
-            return self.call(f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", self.vi, sums, codes, x)
-        if self.isa.dot == "maddubs":
-            if signed:  # |code| * (x with the code's sign): no sum of two reaches 2**15
-                x = self.call("llvm.x86.avx2.psign.b", self.vb, x, codes)
-                codes = self.call(f"llvm.abs.v{4 * self.lanes}i8", self.vb, codes, ir.Constant(ir.IntType(1), 0))
-            pairs = ir.VectorType(I16, 2 * self.lanes)
-            products = self.call("llvm.x86.avx2.pmadd.ub.sw", pairs, codes, x)
-            fours = self.call("llvm.x86.avx2.pmadd.wd", self.vi, products, self.const(pairs, 1))
-            return self.b.add(sums, fours)
+        return getattr(self, f"_dot_{self.isa.dot}")(sums, codes, x, signed)
+
+    def _dot_vnni(self, sums: Value, codes: Value, x: Value, _signed: bool) -> Value:
+        return self.call(f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", self.vi, sums, codes, x)
+
+    def _dot_maddubs(self, sums: Value, codes: Value, x: Value, signed: bool) -> Value:
+        if signed:  # |code| * (x with the code's sign): no sum of two reaches 2**15
+            x = self.call("llvm.x86.avx2.psign.b", self.vb, x, codes)
+            codes = self.call(f"llvm.abs.v{4 * self.lanes}i8", self.vb, codes, ir.Constant(ir.IntType(1), 0))
+        pairs = ir.VectorType(I16, 2 * self.lanes)
+        products = self.call("llvm.x86.avx2.pmadd.ub.sw", pairs, codes, x)
+        fours = self.call("llvm.x86.avx2.pmadd.wd", self.vi, products, self.const(pairs, 1))
+        return self.b.add(sums, fours)
+
+    def _dot_sdot(self, sums: Value, codes: Value, x: Value, _signed: bool) -> Value:
+        return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", self.vi, sums, codes, x)
+
+    def _dot_smull(self, sums: Value, codes: Value, x: Value, _signed: bool) -> Value:
+        pairs = ir.VectorType(I16, 8)
+        halves = []
+        for half in (list(range(8)), list(range(8, 16))):
+            left, right = (self.b.sext(self.shuffle(value, value, half), pairs) for value in (codes, x))
+            halves.append(self.b.mul(left, right))
+        twos = self.call("llvm.aarch64.neon.addp.v8i16", pairs, *halves)  # none reaches 2**15
+        return self.b.add(sums, self.call("llvm.aarch64.neon.saddlp.v4i32.v8i16", self.vi, twos))
+
+    def _dot_scalar(self, sums: Value, codes: Value, x: Value, signed: bool) -> Value:
         wide = ir.VectorType(I32, 4 * self.lanes)
         extend = self.b.sext if signed else self.b.zext
         products = self.b.mul(extend(codes, wide), self.b.sext(x, wide))

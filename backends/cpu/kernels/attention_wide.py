@@ -34,7 +34,7 @@ def build(
     """Units of work are (tokens, key-value head), dealt to the threads in turn: later ones see more keys."""
     heads, heads_kv, dim = int(n_head), int(n_head_kv), int(head_dim)
     group = heads // heads_kv
-    together = wide_attention_tokens(isa.lanes, group)
+    together = wide_attention_tokens(isa.registers, group)
     record = partial_bytes(dim)
     kinds = CACHE_TYPES[type_k], CACHE_TYPES[type_v]
     head_bytes = kinds[0].page_bytes(dim) + kinds[1].page_bytes(dim)

@@ -186,7 +186,7 @@ def _add_values(
     e: Emitter, dim: int, rows: list[Row], scores: Value, found: Value, n_pages: Value, corrections: list[Value]
 ) -> None:
     """out = out * correction + weights . values, a few vectors of the head at a time in registers."""
-    budget = 24 if e.lanes == 16 else 10
+    budget = 24 if e.isa.registers == 32 else 10
     width = max(1, budget // len(rows))
     while dim % (width * e.lanes):
         width -= 1

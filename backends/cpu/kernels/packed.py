@@ -90,7 +90,7 @@ class PackedKeys:
                     e.prefetch(e.add(codes, ahead), row * 4 * PAGE)
                 for half, quads in enumerate(_unpack(e, kind, codes, row * 4 * PAGE + place)):
                     for r in range(self._n):
-                        query = e.broadcast(I32, queries, r * self._stride + 16 * half + 4 * row)
+                        query = e.broadcast_quad(e.add(queries, r * self._stride), 4 * half + row)
                         sums[r] = e.dot(sums[r], quads, query, signed)
             if ahead is not None:
                 e.prefetch(e.add(page, ahead, e.mul(block, 2 * PAGE), scales_at), 0)
@@ -110,7 +110,7 @@ class PackedValues:
         self._at = _space(e, 2 * self._step * len(outs))  # for each query the high bytes, then the low ones
         self._scales_at = dim * PAGE * kind.bits // 8
         self._n_vectors = BLOCK // e.lanes
-        rows = max(1, (24 if e.lanes == 16 else 8) // (2 * len(outs)))
+        rows = max(1, (24 if e.isa.registers == 32 else 8) // (2 * len(outs)))
         self._together = 1 << min(rows, self._n_vectors).bit_length() - 1
 
     def add(
@@ -232,10 +232,10 @@ class PackedValues:
                         vectors = _unpack(e, kind, page, place)
                         codes.update(zip((stored, stored + half), vectors, strict=False))
                 for r, total in enumerate(totals):
-                    high = e.broadcast(I32, weights, 2 * self._step * r + 4 * quad)
-                    low = e.broadcast(I32, weights, 2 * self._step * r + 4 * quad + self._step)
+                    at = e.add(weights, 2 * self._step * r)
+                    parts = e.broadcast_quad(at, quad), e.broadcast_quad(e.add(at, self._step), quad)
                     for i in range(together):
-                        for part, x in zip(total[i], (high, low), strict=True):
+                        for part, x in zip(total[i], parts, strict=True):
                             part.set(e.dot(part.get(), codes[first + i], x, signed))
         for r, out in enumerate(self._outs):
             for i in range(together):

@@ -7,7 +7,6 @@ state is an int64 array; words that threads poll stand on cache lines of their o
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -82,20 +81,21 @@ def _call_yield(_context: Any, function: Any) -> Any:
     return types.void(types.int64), generate
 
 
-@intrinsic
-def _pause(_context: Any) -> Any:
-    """Tells the processor that this thread is polling."""
+def _pause(isa: Isa) -> Any:
+    """A Numba function that tells the processor that this thread is polling, and takes some ten nanoseconds."""
 
     def generate(context: Any, builder: Any, _s: Any, _values: Any) -> Any:
-        if platform.machine().lower() in ("x86_64", "amd64"):
-            name, arguments = "llvm.x86.sse2.pause", []
-        else:
-            name, arguments = "llvm.aarch64.hint", [ir.Constant(I32, 1)]
-        kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+        # ARM's own hint takes no time; emptying the pipeline does.
+        name, arguments = {
+            "x86_64": ("llvm.x86.sse2.pause", []),
+            "aarch64": ("llvm.aarch64.isb", [ir.Constant(I32, 15)]),
+        }.get(isa.machine, ("", []))
+        if name:
+            kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
         return context.get_dummy_value()
 
-    return types.void(), generate
+    return intrinsic(lambda _context: (types.void(), generate))
 
 
 @intrinsic
@@ -137,6 +137,7 @@ def build(isa: Isa, role: str) -> Callable[[int, int, int], None]:
     The third argument is the address of the state.
     """
     leads = role == "lead"
+    pause = _pause(isa)
 
     def post(_thread, _n_threads, state):
         _add(state + 8 * GENERATION, 1)
@@ -154,7 +155,7 @@ def build(isa: Isa, role: str) -> Callable[[int, int, int], None]:
                 while _load(state + 8 * GENERATION) == seen:
                     tries += 1
                     if tries < IDLE_SPINS:
-                        _pause()
+                        pause()
                     elif word(state, SYSCALL):
                         _sleep(state, GENERATION, seen + 1)
                     elif tries < IDLE_SPINS + YIELDS:
@@ -180,7 +181,7 @@ def build(isa: Isa, role: str) -> Callable[[int, int, int], None]:
                     while _load(state + 8 * ARRIVALS) < target:
                         tries += 1
                         if tries < SPINS or not word(state, SYSCALL):
-                            _pause()
+                            pause()
                             if tries % PATIENCE == 0:
                                 _call_yield(word(state, YIELD))
                         else:
