@@ -118,7 +118,7 @@ class Result:
 
     samples_ns:  nanoseconds of each run
     peak_rss:    bytes that the engine's process held at most until the end of this test
-    ratio:       median rate over that of the engine compared with
+    ratio:       median rate over that of the engine compared with, or of the first instruction set
     """
 
     facts: Facts
@@ -153,6 +153,7 @@ class Result:
             "n_batch": self.engine["n_batch"],
             "n_ubatch": self.engine["n_ubatch"],
             "n_threads": self.engine["n_threads"],
+            "isa": self.engine["isa"],
             "type_k": self.engine["type_k"],
             "type_v": self.engine["type_v"],
             "n_gpu_layers": self.engine["n_gpu_layers"],
@@ -288,6 +289,7 @@ def measure(
     backend: str = "cpu",
     against: str | None = None,
     flash_attn: Sequence[str] = ("on", "off"),
+    isas: Sequence[str] = (),
     on_run: Callable[[str], object] = lambda _: None,
     progress: Callable[[int, int], object] = lambda done, of: None,
     **options: Any,
@@ -296,10 +298,11 @@ def measure(
 
     against:     "llama": llama.cpp on the same file and threads
     flash_attn:  what llama.cpp may use in a comparison; with several, the faster in a trial of each test
+    isas:        instruction sets of the cpu backend, each an engine of its own; none: the best
     on_run:      called with a text before each run
     progress:    called with (kernels compiled, kernels to compile) while that is done
 
-    Yields for each test one result, or two: the engine's own and the other's.
+    Yields for each test a result of each engine, the other's last.
     """
     from edgert import context
     from edgert.quantize.gguf_file import GGUFFile
@@ -308,19 +311,22 @@ def measure(
     n_ctx = max(test.n_depth + test.n_prompt + test.n_gen for test in tests)
     with GGUFFile.open(path) as file:
         context.warn_beyond(file, n_ctx)
-    engines = [EngineProcess(path, backend, n_ctx, n_threads, **options)]
+    own = [EngineProcess(path, backend, n_ctx, n_threads, **options, **kind)
+           for kind in [{"isa": name} for name in isas] or [{}]]  # fmt: skip
+    engines = list(own)
     try:
         on_run(f"loading {path.name}")
-        engines[0].load(progress)
+        for engine in own:
+            engine.load(progress)
         if against == "llama":
             threads = engines[0].engine["n_threads"]
             types = {name: options[name] for name in ("cache_type_k", "cache_type_v") if options.get(name)}
             engines += [EngineProcess(path, "llama", n_ctx, threads, flash_attn=fa, **types) for fa in flash_attn]
-        for engine in engines[1:]:
+        for engine in engines[len(own) :]:
             on_run(f"loading {path.name}")
             engine.load()
         for test in tests:
-            yield from _measure(facts, test, engines, repetitions, on_run)
+            yield from _measure(facts, test, own, engines[len(own) :], repetitions, on_run)
     finally:
         for engine in engines:
             engine.close()
@@ -329,20 +335,24 @@ def measure(
 def _measure(
     facts: Facts,
     test: Test,
-    engines: Sequence[EngineProcess],
+    own: Sequence[EngineProcess],
+    others: Sequence[EngineProcess],
     repetitions: int,
     on_run: Callable[[str], object],
 ) -> list[Result]:
+    """The results of all own engines, and of the fastest of the others."""
+
     def run(engine: EngineProcess, note: str, warm_up: bool = False) -> int:
-        on_run(f"{test.name}, {engine.engine['backend']}, {note}")
+        what = engine.engine["isa"] if len(own) > 1 and engine in own else engine.engine["backend"]
+        on_run(f"{test.name}, {what}, {note}")
         time.sleep(PAUSE)
         return engine.run(test, warm_up)
 
-    for engine in engines:
+    for engine in (*own, *others):
         run(engine, "warm-up", warm_up=True)
-    chosen = [engines[0]]
-    if len(engines) > 1:
-        trials: dict[EngineProcess, list[int]] = {engine: [] for engine in engines[1:]}
+    chosen = list(own)
+    if others:
+        trials: dict[EngineProcess, list[int]] = {engine: [] for engine in others}
         for _ in range(TRIALS if len(trials) > 1 else 0):
             for engine, times in trials.items():
                 times.append(run(engine, "trial of flash attention"))
@@ -354,8 +364,9 @@ def _measure(
             result.samples_ns.append(run(engine, f"run {i + 1} of {repetitions}"))
     for engine, result in zip(chosen, results, strict=True):
         result.peak_rss = engine.peak_rss()
-    if len(results) > 1:
-        results[0].ratio = results[0].median_ts / results[1].median_ts
+    base = results[len(own)] if others else results[0]
+    for result in results[: len(own)] if len(results) > 1 else ():
+        result.ratio = result.median_ts / base.median_ts
     return results
 
 
@@ -427,6 +438,7 @@ def _load(request: dict[str, Any], progress: Callable[[int, int], None]) -> tupl
         "n_batch": backend.n_batch,
         "n_ubatch": int(details.get("n_ubatch", backend.n_batch)),
         "flash_attn": details.get("flash_attn", "on"),
+        "isa": details.get("isa", ""),
         "type_k": details.get("type_k", "f16"),
         "type_v": details.get("type_v", "f16"),
         "cpu_info": probe.probe().model_name,

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from edgert import backends, benchmark
 from edgert.backends.base import Backend, Batch, Verdict
+from edgert.backends.cpu.isa import available
 from edgert.benchmark import EngineProcess, Facts, Result, Runner, Test, measure, plan
 from edgert.cli.bench import as_csv, as_table, command
 from edgert.devices import probe
@@ -121,9 +122,9 @@ class FakeProcess:
     log: list[str] = []  # noqa: RUF012
 
     def __init__(self, path: Path, backend: str, n_ctx: int, n_threads: int | None, **options: Any) -> None:
-        self.kind = backend + str(options.get("flash_attn", ""))
+        self.kind = options.get("isa", backend) + str(options.get("flash_attn", ""))
         self.n_ctx = n_ctx
-        self.engine = engine_of(backend, options.get("flash_attn", "on"))
+        self.engine = engine_of(backend, options.get("flash_attn", "on"), options.get("isa", ""))
         self.closed = False
 
     def load(self, progress: Any = None) -> dict[str, Any]:
@@ -131,7 +132,7 @@ class FakeProcess:
 
     def run(self, test: Test, warm_up: bool = False) -> int:
         self.log.append(f"{'warm ' if warm_up else ''}{self.kind} {test.name}")
-        slow = {"cpu": 1, "llamaon": 2, "llamaoff": 3}[self.kind]
+        slow = {"cpu": 1, "llamaon": 2, "llamaoff": 3, "amx": 1, "avx2": 4}[self.kind]
         if test.n_gen:  # at decode the one without flash attention is the faster
             slow = {1: 1, 2: 3, 3: 2}[slow]
         return 1_000_000 * slow * (test.n_prompt + test.n_gen)
@@ -143,7 +144,7 @@ class FakeProcess:
         self.log.append(f"close {self.kind}")
 
 
-def engine_of(backend: str, flash_attn: str = "on") -> dict[str, Any]:
+def engine_of(backend: str, flash_attn: str = "on", isa: str = "") -> dict[str, Any]:
     return {
         "backend": backend,
         "device": "CPU",
@@ -155,6 +156,7 @@ def engine_of(backend: str, flash_attn: str = "on") -> dict[str, Any]:
         "n_batch": 512,
         "n_ubatch": 512,
         "flash_attn": flash_attn,
+        "isa": isa,
         "type_k": "f16",
         "type_v": "f16",
         "cpu_info": "A processor",
@@ -190,6 +192,26 @@ def test_one_choice_of_flash_attention_needs_no_trial(tiny_model: Callable[..., 
     results = list(measure(tiny_model("llama"), [Test(8, 0)], 2, 1, against="llama", flash_attn=["off"]))
     assert results[1].engine["flash_attn"] == "off"
     assert [line for line in fakes if line.startswith("llama")] == ["llamaoff pp8"]
+
+
+def test_instruction_sets_run_in_turn(tiny_model: Callable[..., Path], fakes: list[str]) -> None:
+    results = list(measure(tiny_model("llama"), [Test(8, 0)], 2, repetitions=2, isas=["avx2", "amx"]))
+    assert [line for line in fakes if not line.startswith(("warm", "close"))] == ["avx2 pp8", "amx pp8"] * 2
+    assert [(result.engine["isa"], result.ratio) for result in results] == [("avx2", 1), ("amx", 4)]
+    lines = as_table(results).splitlines()
+    assert "| avx2    |" in lines[2]
+    assert "4.00x" in lines[3]
+    assert "| amx     | 2       | on | peak memory" in lines[5]
+
+
+def test_instruction_sets_against_another_engine(tiny_model: Callable[..., Path], fakes: list[str]) -> None:
+    path, sets = tiny_model("llama"), ["avx2", "amx"]
+    results = list(measure(path, [Test(8, 0)], 2, 1, against="llama", flash_attn=["on"], isas=sets))
+    assert [(result.engine["backend"], result.ratio) for result in results] == [
+        ("cpu", 0.5),
+        ("cpu", 2),
+        ("llama", None),
+    ]
 
 
 def test_engines_are_closed_after_an_error(
@@ -275,6 +297,15 @@ def test_the_command_runs_an_engine(tiny_model: Callable[..., Path], backend: st
         assert row["n_threads"] == 1
 
 
+def test_the_command_compares_instruction_sets(tiny_model: Callable[..., Path]) -> None:
+    sets = [available()[0], "portable"]
+    arguments = ["-m", str(tiny_model("llama")), "-p", "32", "-n", "0", "-r", "1", "-t", "1", "--isa", ",".join(sets)]
+    run = CliRunner().invoke(command, [*arguments, "-o", "json"], catch_exceptions=False)
+    rows = json.loads(run.stdout)
+    assert [(row["isa"], row["verdict"].split()[-1]) for row in rows] == [(name, name) for name in sets]
+    assert rows[1]["ratio"] == pytest.approx(rows[1]["median_ts"] / rows[0]["median_ts"])
+
+
 @needs_llama
 def test_the_command_compares(tiny_model: Callable[..., Path]) -> None:
     arguments = ["-m", str(tiny_model("llama")), "-p", "32", "-n", "4", "-r", "1", "-t", "1", "--against", "llama"]
@@ -302,6 +333,8 @@ def test_the_command_compares(tiny_model: Callable[..., Path]) -> None:
         (["-d", "-5"], "-5 is not in the range"),
         (["-n", "99999999999"], "is not in the range"),
         (["-r", "0"], "0 is not in the range"),
+        (["--isa", "portable,mmx"], "this processor has"),
+        (["--isa", "portable", "--backend", "llama"], "not of llama"),
     ],
 )
 def test_wrong_flags_are_named(arguments: list[str], message: str) -> None:

@@ -47,6 +47,9 @@ class Several(click.ParamType):
     show_default=True,
     help="Flash attention of llama.cpp in a comparison.",
 )
+@click.option(
+    "--isa", type=Several(click.STRING), metavar="NAME,...", help="Instruction sets, each in turn; see doctor."
+)
 @CACHE_FLAGS[0]
 @CACHE_FLAGS[1]
 @click.option("-o", "--output", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
@@ -59,6 +62,7 @@ def command(
     repetitions: int,
     against: str | None,
     flash_attn: str,
+    isa: list[str] | None,
     cache_type_k: str | None,
     cache_type_v: str | None,
     output: str,
@@ -67,7 +71,8 @@ def command(
     """Measures prefill (pp) and decode (tg) of MODEL in tokens per second.
 
     Several values between commas give one row each. --against llama runs llama.cpp in turn, A B A B, with flash
-    attention on or off as it is faster, and prints the ratio of the medians.
+    attention on or off as it is faster, and prints the ratio of the medians. --isa does so with instruction sets,
+    and prints each one's ratio to the first where nothing else is compared.
     """
     from edgert.benchmark import measure, plan
 
@@ -78,12 +83,15 @@ def command(
     choices = ("on", "off") if flash_attn == "faster" else (flash_attn,)
     engine = backend_options(flags)
     backend = engine.pop("backend")
+    if isa:
+        _check_isas(isa, backend)
+        backend = "cpu"
     results: list[Result] = []
     with ProgressLine() as line, notices(line):
         for path in paths:
             for n_threads in threads or (None,):
                 results += measure(
-                    *(path, tests, n_threads, repetitions, backend, against, choices),
+                    *(path, tests, n_threads, repetitions, backend, against, choices, isa or ()),
                     on_run=line.show,
                     progress=compiling(line),
                     cache_type_k=cache_type_k,
@@ -91,6 +99,16 @@ def command(
                     **engine,
                 )
     click.echo({"table": as_table, "json": as_json, "csv": as_csv}[output](results))
+
+
+def _check_isas(names: list[str], backend: str) -> None:
+    """Raises: click.UsageError for what the processor or the backend lacks."""
+    from edgert.backends.cpu.isa import available
+
+    if backend not in ("auto", "cpu"):
+        raise click.UsageError(f"--isa chooses kernels of the cpu backend, not of {backend}.")
+    if missing := [name for name in names if name not in available()]:
+        raise click.UsageError(f"--isa: this processor has {', '.join(available())}, not {', '.join(missing)}.")
 
 
 def as_json(results: list[Result]) -> str:
@@ -113,17 +131,18 @@ def as_table(results: list[Result]) -> str:
     rows = [["model", "size", "params", "backend", "threads", "fa", "test", "t/s", "median"]]
     compared = any(result.ratio is not None for result in results)
     rows[0] += ["ratio"] if compared else []
-    peaks: dict[tuple[str, str, int], tuple[Result, int]] = {}
+    several = len({result.engine["isa"] for result in results if result.engine["isa"]}) > 1
+    peaks: dict[tuple[str, str, int, str], tuple[Result, int]] = {}
     for result in results:
         row = result.row()
-        engine = result.engine["backend"], result.engine["n_threads"]
+        engine = result.engine["backend"], result.engine["n_threads"], result.engine["isa"]
         known = peaks.get((result.facts.model_filename, *engine), (result, 0))[1]
         peaks[result.facts.model_filename, *engine] = result, max(known, result.peak_rss)
-        cells = _cells(result, result.test.name)
+        cells = _cells(result, result.test.name, several)
         cells += [f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}", f"{result.median_ts:.2f}"]
         rows.append(cells + ([f"{result.ratio:.2f}x" if result.ratio else ""] if compared else []))
     for result, peak in peaks.values():
-        rows.append([*_cells(result, "peak memory"), f"{peak / 2**20:.1f} MiB", *([""] * (1 + compared))])
+        rows.append([*_cells(result, "peak memory", several), f"{peak / 2**20:.1f} MiB", *([""] * (1 + compared))])
     right = {4, *range(7, len(rows[0]))}
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
@@ -133,13 +152,17 @@ def as_table(results: list[Result]) -> str:
     return "\n".join([*lines, "", f"CPU: {results[0].engine['cpu_info']}", *engines])
 
 
-def _cells(result: Result, test: str) -> list[str]:
+def _cells(result: Result, test: str, with_isa: bool) -> list[str]:
+    """What stands left of the numbers.
+
+    with_isa:  the backend is told by its instruction set
+    """
     facts, engine = result.facts, result.engine
     return [
         facts.model_type,
         f"{facts.model_size / 2**20:.2f} MiB",
         f"{facts.model_n_params / 1e6:.2f} M",
-        engine["backend"],
+        engine["isa"] if with_isa and engine["isa"] else engine["backend"],
         str(engine["n_threads"]),
         engine["flash_attn"],
         test,
