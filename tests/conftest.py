@@ -53,6 +53,20 @@ def shared_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
+def llama_cpp_source() -> Path:
+    """llama.cpp's sources, as llama-cpp-python's source package has them under vendor/llama.cpp."""
+    folder = os.environ.get("EDGERT_LLAMA_CPP_SOURCE")
+    if folder and not (Path(folder) / "models" / "templates").is_dir():
+        pytest.fail(f"EDGERT_LLAMA_CPP_SOURCE is set, but {folder} has no models/templates")
+    if not folder:
+        pytest.skip(
+            "needs llama.cpp's sources: unpack llama-cpp-python's source package "
+            "and set EDGERT_LLAMA_CPP_SOURCE to its vendor/llama.cpp"
+        )
+    return Path(folder)
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """tiny_model(family, **options of tiny.write_tiny) -> path; equal requests give the same file."""
     from tiny import write_tiny

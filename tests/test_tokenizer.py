@@ -162,7 +162,7 @@ def test_stream_equals_buffered_for_any_ids(real: Tokenizer, ids: list[int]) -> 
 
 
 def test_stream_never_shows_half_a_character(gemma3: Tokenizer) -> None:
-    ids = [gemma3._byte_ids[b] for b in "é🙂".encode()]
+    ids = [gemma3._algorithm.byte_ids[b] for b in "é🙂".encode()]
     stream = gemma3.stream_decoder()
     assert [*map(stream.push, ids), stream.flush()] == ["", "é", "", "", "", "🙂", ""]
     half = gemma3.stream_decoder()
@@ -342,7 +342,7 @@ def test_ids_outside_the_vocabulary_are_named(tiny_model: Callable[..., Path], n
 @pytest.mark.parametrize(
     ("key", "value", "error", "message"),
     [
-        ("tokenizer.ggml.model", "bert", UnsupportedFormatError, "'bert'.*gpt2.*llama"),
+        ("tokenizer.ggml.model", "rwkv", UnsupportedFormatError, "'rwkv'.*gpt2.*llama"),
         ("tokenizer.ggml.model", None, ModelFileError, "tokenizer.ggml.model"),
         ("tokenizer.ggml.pre", "nonsense", UnsupportedFormatError, "'nonsense'.*llama-bpe.*qwen2"),
         ("tokenizer.ggml.tokens", None, ModelFileError, "tokenizer.ggml.tokens"),

@@ -224,7 +224,7 @@ def _type_of(name: str, quant: Type | Mapping[str, Type]) -> Type:
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, tuple):
         writer.add_key_value(key, value[0], value[1])
-    elif isinstance(value, list):
+    elif isinstance(value, list | bytes):
         writer.add_array(key, value)
     else:
         kinds = {bool: Value.BOOL, int: Value.UINT32, float: Value.FLOAT32, str: Value.STRING}

@@ -166,7 +166,7 @@ def _rules() -> dict[str, Rule]:
         "tiny_aya cohere2moe": Rule((r"\d{1,3}(?=(?:\d{3})*\b)", o200k)),
         "superbpe": Rule((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
         "kimi-k2": Rule((_KIMI,)),
-        "gemma4": Rule((r"[^\n]+|\n+",), add_bos=True, raw=True),
+        "gemma4 granite-embed-multi-311m": Rule((r"[^\n]+|\n+",), add_bos=True, raw=True),
         "chameleon": Rule(
             (
                 "<sentinel:[0-9]+>",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import ModelFileError, UnsupportedFormatError
+from edgert.tokenizer.charsmap import Charsmap
 from edgert.tokenizer.pretokenizer import RULES, Rule
 
 if TYPE_CHECKING:
@@ -18,11 +20,48 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-MODELS = {
-    "gpt2": "byte-level BPE",
-    "llama": "SentencePiece with scores",
-    "gemma4": "BPE with byte fallback",
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one value of tokenizer.ggml.model means where the file does not say.
+
+    has_scores, has_merges:  which of the two arrays it reads
+    add_bos, add_eos:        whether a text gets the begin and the end token
+    end:                     which token the end is
+    oldest:                  special ids that files meant before they named them
+    """
+
+    title: str
+    has_scores: bool = False
+    has_merges: bool = False
+    add_bos: bool = False
+    add_eos: bool = False
+    add_space_prefix: bool = False
+    end: str = "eos"
+    oldest: Mapping[str, int] = field(default_factory=dict)
+
+
+KINDS = {
+    "gpt2": Kind("byte-level BPE", has_merges=True, oldest={"bos": 11, "eos": 11}),
+    "llama": Kind(
+        "SentencePiece with scores",
+        has_scores=True,
+        add_bos=True,
+        add_space_prefix=True,
+        oldest={"unknown": 0, "bos": 1, "eos": 2},
+    ),
+    "gemma4": Kind("BPE with byte fallback", has_merges=True),
+    "bert": Kind(
+        "WordPiece",
+        add_bos=True,
+        add_eos=True,
+        end="seperator",
+        oldest={"unknown": 100, "bos": 101, "seperator": 102},
+    ),
+    "t5": Kind("Unigram", has_scores=True, add_eos=True, oldest={"unknown": 2, "eos": 1}),
 }
+_NAMED = ("bos", "eos", "eot", "eom", "unknown", "cls", "seperator")  # the last in GGUF's own spelling
 # A token with one of these texts ends the answer whatever its type; converters often forget the type.
 END_MARKERS = frozenset(
     [
@@ -69,11 +108,15 @@ class Vocabulary:
     tokens:    n_vocab byte strings, UTF-8 as in the file; in byte-level BPE each character is a byte
     ids:       token -> id of those that text may become by merging: no names of special tokens
     types:     int32 (n_vocab,), GGUF's token types
-    scores:    float32 (n_vocab,), SentencePiece only
+    scores:    float32 (n_vocab,), SentencePiece and Unigram only
     merges:    `left right`, the most important first, BPE only
     rule:      how text is cut into words, BPE only
     end_ids:   tokens after which the model has nothing more to say
+    suffix_id: ends a text to which nothing is added; None: nothing does
     rstrip:    special tokens that swallow the white space behind them (Phi-3's)
+    lowercase, strip_accents:  WordPiece's normalizer
+    charsmap:  Unigram's normalizer
+    merge_spaces:  whether Unigram takes any number of spaces as one, and none at the ends
     """
 
     model: str
@@ -91,6 +134,11 @@ class Vocabulary:
     add_bos: bool
     add_space_prefix: bool
     rstrip: frozenset[int]
+    suffix_id: int | None = None
+    lowercase: bool = True
+    strip_accents: bool = True
+    charsmap: Charsmap = field(default_factory=Charsmap)
+    merge_spaces: bool = False
 
     @classmethod
     def from_gguf(cls, file: Model[Any]) -> Vocabulary:
@@ -99,31 +147,32 @@ class Vocabulary:
         Raises: ModelFileError that names the key; UnsupportedFormatError for other kinds of tokenizers.
         """
         model = file.get("tokenizer.ggml.model", str)
-        if model not in MODELS:
+        if model not in KINDS:
             raise UnsupportedFormatError(
                 f"{file.path} has a tokenizer of the kind {model!r} (tokenizer.ggml.model), "
-                f"and edgert knows {', '.join(f'{name} ({kind})' for name, kind in MODELS.items())}."
+                f"and edgert knows {', '.join(f'{name} ({kind.title})' for name, kind in KINDS.items())}."
             )
-        spm = model == "llama"
+        kind = KINDS[model]
         tokens = _strings(file, "tokenizer.ggml.tokens")
         n = len(tokens)
         if not n:
             raise ModelFileError(f"{file.path}: tokenizer.ggml.tokens is empty; convert the model anew.")
         types = _numbers(file, "tokenizer.ggml.token_type", n, np.int32)
         types = np.full(n, NORMAL, np.int32) if types is None else types
-        rule = None if spm else _rule(file, "gemma4" if model == "gemma4" else None)
-        named = _named_ids(file, n, spm)
+        rule = _rule(file, "gemma4" if model == "gemma4" else None) if kind.has_merges else None
+        named = _named_ids(file, n, kind)
         ids = _first_ids(tokens)
         _warn_of_oddities(file, tokens, ids)
         end_ids, eot_id = _end_ids(named, ids, types)
         rstrip = _rstrip(file, ids, types)
+        lowercase = file.get("tokenizer.ggml.normalizer.lowercase", bool, True)
         return cls(
             model=model,
             tokens=tokens,
             ids=_ordinary(tokens, ids, types, model == "gpt2"),
             types=types,
-            scores=_numbers(file, "tokenizer.ggml.scores", n, np.float32) if spm else None,
-            merges=None if spm else _strings(file, "tokenizer.ggml.merges"),
+            scores=_numbers(file, "tokenizer.ggml.scores", n, np.float32) if kind.has_scores else None,
+            merges=_strings(file, "tokenizer.ggml.merges") if kind.has_merges else None,
             rule=rule,
             bos_id=named["bos"],
             eos_id=named["eos"],
@@ -131,22 +180,35 @@ class Vocabulary:
             unk_id=named["unknown"],
             end_ids=end_ids,
             add_bos=named["bos"] is not None
-            and file.get("tokenizer.ggml.add_bos_token", bool, spm or bool(rule and rule.add_bos)),
-            add_space_prefix=spm and file.get("tokenizer.ggml.add_space_prefix", bool, True),
+            and file.get("tokenizer.ggml.add_bos_token", bool, kind.add_bos or bool(rule and rule.add_bos)),
+            add_space_prefix=not kind.has_merges
+            and file.get("tokenizer.ggml.add_space_prefix", bool, kind.add_space_prefix),
             rstrip=rstrip,
+            suffix_id=named[kind.end] if file.get("tokenizer.ggml.add_eos_token", bool, kind.add_eos) else None,
+            lowercase=lowercase,
+            strip_accents=file.get("tokenizer.ggml.normalizer.strip_accents", bool, lowercase),
+            charsmap=_charsmap(file),
+            merge_spaces=file.get("tokenizer.ggml.remove_extra_whitespaces", bool, False),
         )
 
 
-def _named_ids(file: Model[Any], n: int, spm: bool) -> dict[str, int | None]:
-    ids = {
-        name: _token_id(file, f"tokenizer.ggml.{name}_token_id", n) for name in ("bos", "eos", "eot", "eom", "unknown")
-    }
-    if ids["bos"] is None and ids["eos"] is None:  # what the oldest files meant without saying it
-        if spm and n > 2:
-            ids |= {"unknown": 0, "bos": 1, "eos": 2}
-        elif not spm and n > 11:
-            ids |= {"bos": 11, "eos": 11}
+def _named_ids(file: Model[Any], n: int, kind: Kind) -> dict[str, int | None]:
+    ids = {name: _token_id(file, f"tokenizer.ggml.{name}_token_id", n) for name in _NAMED}
+    if ids["bos"] is None:
+        ids["bos"] = ids["cls"]
+    if ids["bos"] is None and ids["eos"] is None and n > max(kind.oldest.values(), default=0):
+        ids |= {name: id for name, id in kind.oldest.items() if ids[name] is None or name in ("bos", "eos")}
     return ids
+
+
+def _charsmap(file: Model[Any]) -> Charsmap:
+    key = "tokenizer.ggml.precompiled_charsmap"
+    if key not in file.metadata:
+        return Charsmap()
+    try:
+        return Charsmap(file.get(key, np.ndarray).astype(np.uint8).tobytes())
+    except ValueError as error:
+        raise ModelFileError(f"{file.path}: {key} is damaged: {error}; convert the model anew.") from None
 
 
 def _end_ids(
