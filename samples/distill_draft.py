@@ -1,25 +1,29 @@
 """Distils a small draft model from a model that edgert runs, for speculative decoding with it.
 
-python samples/distill_draft.py MODEL.gguf [--out draft.gguf] [--minutes 30] [--rows chats.jsonl]
+python samples/distill_draft.py MODEL.gguf [--out draft.gguf] [--minutes 30] [--rows chats.jsonl] [--start draft.gguf]
 
-Needs torch (pip install 'edgert[distill]'). The target writes chats with itself in edgert for a third of the time;
-then a small Llama of the same vocabulary learns the target's probabilities of each next token. Rows that are there
-already (--rows) are used and more are added to them, so that writing and learning may happen on two machines. The
-target's probabilities come from edgert on the CPU, or with a GPU from transformers, which reads the same file.
-What is printed at the end: how many guesses in a row the target would accept. `edgert quantize draft.gguf` makes it
-smaller, `-md` takes it.
+Needs torch (pip install 'edgert[distill]'). The target writes chats with itself for a third of the time; then a small
+Llama of the same vocabulary, or the float draft that --start names, learns the target's probabilities of each token of
+the answers. Without a GPU edgert writes, and tells the probabilities; with one transformers does both, which reads the
+same file. Rows that are there already (--rows) are used and more are added to them: with --only write and --only learn
+several processes share one file, and who learns takes in what is added meanwhile.
+What is printed at the end: how many guesses in a row the target would accept, in the first greedy answers of the file,
+from which nothing is learned. `edgert quantize draft.gguf` makes it smaller, `-md` takes it.
 """
 
 import argparse
 import json
 import math
+import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from gguf import GGUFReader, GGUFValueType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf.quants import dequantize
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -29,9 +33,21 @@ OPENERS = (
     *("Write", "Explain", "Describe", "Tell", "List", "How", "What", "Why", "Who", "Can", "I"),
     *("Give", "Summarize", "Translate", "Compare", "Is", "My"),
 )
+HEATS = 0.0, 0.0, 0.3, 0.8  # temperatures of the answers
 Teacher = Callable[[Tensor], Tensor]  # int64 (rows, tokens) -> the target's logits
 WIDTH, LAYERS, HEADS, HEADS_KV, HEAD, HIDDEN = 256, 6, 4, 2, 64, 768
 LONGEST = 384  # tokens of a row
+AT_ONCE = 1024  # chats that a GPU writes
+HELD_OUT = 100  # rows
+
+
+@dataclass
+class Row:
+    """A chat: ids, of which the first are the prompt's, and the temperature of the answer."""
+
+    ids: list[int]
+    n_prompt: int
+    heat: float
 
 
 class Block(nn.Module):
@@ -74,87 +90,191 @@ class Draft(nn.Module):
             if weight.dim() == 2:
                 nn.init.normal_(weight, std=0.02)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """int64 (rows, tokens) -> logits (rows, tokens, n_vocab)"""
+    def forward(self, ids: Tensor, real: Tensor) -> Tensor:
+        """int64 (rows, tokens) and bool (rows, tokens) -> logits (places that are real, n_vocab)"""
         powers = torch.arange(0, HEAD, 2, device=ids.device) / HEAD
         angles = torch.arange(ids.shape[1], device=ids.device)[:, None] / 100_000**powers
         x = self.token_embd(ids)
         for block in self.blk:
             x = block(x, angles.cos(), angles.sin())
-        return self.output_norm(x) @ self.token_embd.weight.T
+        return self.output_norm(x[real]) @ self.token_embd.weight.T
+
+    def start_from(self, path: Path) -> None:
+        """Takes the weights of a draft of the same shape."""
+        tensors = {tensor.name: tensor for tensor in GGUFReader(str(path)).tensors}
+        state = {name: torch.from_numpy(dequantize(t.data, t.tensor_type).copy()) for name, t in tensors.items()}
+        self.load_state_dict({name: state[name].reshape(own.shape) for name, own in self.state_dict().items()})
 
 
-def write_rows(model: edgert.Model, rows: list[list[int]], until: float) -> None:
-    """Adds rows of ids, chats that the model holds with itself, until the time is up."""
-    while time.monotonic() < until or len(rows) < 8:
-        chats = []
-        for _ in range(4):  # four answers share the engine's steps
-            opener = random.choice(OPENERS)
-            rest = model.generate(opener, max_tokens=20, temperature=1.0, stop=["\n", "?"]).text
-            messages = [{"role": "user", "content": opener + rest}]
-            prompt = model.render(messages)
-            heat = random.choice([0.0, 0.3, 0.8, 0.8])
-            room = max(8, LONGEST - len(prompt))
-            chats.append((prompt, model.chat(messages, True, temperature=heat, max_tokens=min(room, 160))))
-        rows += [(prompt + chat.reply().tokens)[:LONGEST] for prompt, chat in chats]
+def chats_by_edgert(model: edgert.Model) -> list[Row]:
+    """Four chats, whose answers share the engine's steps."""
+    begun = []
+    for heat in HEATS:
+        opener = random.choice(OPENERS)
+        rest = model.generate(opener, max_tokens=20, temperature=1.0, stop=["\n", "?"]).text
+        messages = [{"role": "user", "content": opener + rest}]
+        prompt = model.render(messages)
+        room = max(8, LONGEST - len(prompt))
+        begun.append((prompt, heat, model.chat(messages, True, temperature=heat, max_tokens=min(room, 160))))
+    return [Row((prompt + chat.reply().tokens)[:LONGEST], len(prompt), heat) for prompt, heat, chat in begun]
 
 
-def teacher_of(path: Path, model: edgert.Model, device: str) -> Teacher:
-    """The target in the engine at hand."""
-    if device == "cpu":
-        return lambda ids: torch.stack([torch.from_numpy(model.logits(row.tolist())) for row in ids])
+def chats_on_gpu(model: edgert.Model, target: nn.Module) -> list[Row]:
+    """AT_ONCE chats; questions too are the target's, from their first word on."""
+
+    def rendered(text: str) -> list[int]:
+        return model.render([{"role": "user", "content": text}])
+
+    one, other = rendered("A")[::-1], rendered("B")[::-1]
+    after = next(i for i in range(len(one)) if one[i] != other[i])  # tokens that follow a question
+    prompts = {opener: rendered(opener) for opener in OPENERS}
+    heads = [prompts[random.choice(OPENERS)] for _ in range(AT_ONCE)]
+    ends = set(model.tokenizer.end_ids)
+    questions = continued(target, [head[:-after] for head in heads], [1.0] * AT_ONCE, 32, ends)
+    asked = []
+    for head, question in zip(heads, questions, strict=True):
+        words = question[:-1] if question and question[-1] in ends else question
+        asked.append([*head[:-after], *words, *head[-after:]])
+    heats = [random.choice(HEATS) for _ in asked]
+    answers = continued(target, asked, heats, LONGEST - max(map(len, asked)), ends)
+    return [Row(a + b, len(a), heat) for a, b, heat in zip(asked, answers, heats, strict=True)]
+
+
+@torch.no_grad()
+def continued(
+    target: nn.Module, prompts: list[list[int]], heats: Sequence[float], most: int, ends: set[int]
+) -> list[list[int]]:
+    """What the target says after each prompt, up to `most` tokens or one of `ends`, which is the last then."""
+    device = next(target.parameters()).device
+    width = max(map(len, prompts))
+    fresh = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[int(width - len(prompt) <= i) for i in range(width)] for prompt in prompts], device=device)
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    cold = torch.tensor([1 / max(heat, 0.01) for heat in heats], device=device)[:, None]
+    last, cache, steps = torch.tensor(sorted(ends), device=device), None, []
+    running = torch.ones(len(prompts), dtype=torch.bool, device=device)
+    for step in range(most):
+        found = target(
+            fresh,
+            attention_mask=mask,
+            position_ids=places,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache = found.past_key_values
+        logits = found.logits[:, -1].float() * cold
+        logits -= torch.empty_like(logits).exponential_().log_()  # the largest is now a sample
+        fresh = logits.argmax(-1, keepdim=True)
+        steps.append(fresh)
+        running &= ~torch.isin(fresh[:, 0], last)
+        if step % 32 == 31 and not running.any():
+            break
+        mask = torch.cat([mask, torch.ones_like(fresh)], 1)
+        places = places[:, -1:] + 1
+    rows = torch.cat(steps, 1).tolist()
+    stops = (next((i + 1 for i, token in enumerate(row) if token in ends), len(row)) for row in rows)
+    return [row[:stop] for row, stop in zip(rows, stops, strict=True)]
+
+
+class Rows:
+    """Chats, and the file that keeps them, to which other processes may add; `held_out` are its first greedy ones."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self._read = path, 0
+        self.learned: list[Row] = []
+        self.held_out: list[Row] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Takes in what has been added to the file."""
+        if self.path and self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self._read)
+                text = file.read()
+            text = text[: text.rfind(b"\n") + 1]  # the last line may not be all there yet
+            self._read += len(text)
+            self._take([Row(**json.loads(line)) for line in text.splitlines()])
+
+    def add(self, rows: list[Row]) -> None:
+        if not self.path:
+            self._take(rows)
+            return
+        text = "".join(f"{json.dumps(asdict(row))}\n" for row in rows)
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(file, text.encode())  # in one piece, whoever else writes
+        finally:
+            os.close(file)
+        self.refresh()
+
+    def _take(self, rows: list[Row]) -> None:
+        for row in rows:
+            few = len(self.held_out) < min(HELD_OUT, 1 + (len(self.learned) + len(self.held_out)) // 10)
+            (self.held_out if row.heat == 0 and few else self.learned).append(row)
+
+    def __len__(self) -> int:
+        return len(self.learned)
+
+
+def read_target(path: Path, device: str) -> nn.Module:
+    """The target in transformers."""
     from transformers import AutoModelForCausalLM
 
-    target = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16).to(device)
-    return lambda ids: target(ids).logits
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16).to(device)
 
 
-def batch_of(rows: list[list[int]], device: str) -> tuple[Tensor, Tensor]:
-    """Ids filled up with zeros, and which of them are real."""
-    length = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (length - len(row)) for row in rows], device=device)
-    real = torch.tensor([[i < len(row) for i in range(length)] for row in rows], device=device)
-    return ids, real
+def batch_of(rows: list[Row], device: str) -> tuple[Tensor, Tensor]:
+    """Ids filled up with zeros, and the places after which a token of an answer comes."""
+    length = max(len(row.ids) for row in rows)
+    ids = torch.tensor([row.ids + [0] * (length - len(row.ids)) for row in rows], device=device)
+    real = [[row.n_prompt - 1 <= i < len(row.ids) - 1 for i in range(length)] for row in rows]
+    return ids, torch.tensor(real, device=device)
 
 
-def learn(draft: Draft, teacher: Teacher, rows: list[list[int]], minutes: float, device: str) -> None:
+def learn(draft: Draft, teacher: Teacher, rows: Rows, minutes: float, rate: float, device: str) -> None:
     """Moves the draft's probabilities towards the target's: KL(target || draft) over the whole vocabulary."""
-    optimiser = torch.optim.AdamW(draft.parameters(), 2e-3, (0.9, 0.98), weight_decay=0.05)
+    optimiser = torch.optim.AdamW(draft.parameters(), rate, (0.9, 0.98), weight_decay=0.05)
     began, step, size = time.monotonic(), 0, 2 if device == "cpu" else 48
     while (share := (time.monotonic() - began) / (60 * minutes)) < 1:
-        ids, real = batch_of(random.sample(rows, min(size, len(rows))), device)
+        ids, real = batch_of(random.sample(rows.learned, min(size, len(rows))), device)
         with torch.no_grad():
             wanted = teacher(ids)[real].float().log_softmax(-1)
         with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
-            guessed = draft(ids)[real]
+            guessed = draft(ids, real)
         loss = functional.kl_div(guessed.float().log_softmax(-1), wanted, log_target=True, reduction="batchmean")
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         for group in optimiser.param_groups:
-            group["lr"] = 2e-3 * min(1, (step + 1) / 200) * (0.01 + 0.99 * math.cos(math.pi / 2 * share) ** 2)
+            group["lr"] = rate * min(1, (step + 1) / 200) * (0.01 + 0.99 * math.cos(math.pi / 2 * share) ** 2)
         optimiser.step()
         if step % 100 == 0:
-            print(f"step {step:6}  {100 * share:3.0f} %  KL {loss.item():.3f}", flush=True)
+            rows.refresh()
+            print(f"step {step:6}  {100 * share:3.0f} %  KL {loss.item():.3f}  {len(rows):,} rows", flush=True)
         step += 1
 
 
 @torch.no_grad()
-def accepted(draft: Draft, teacher: Teacher, rows: list[list[int]], length: int, device: str) -> float:
-    """Guesses of `length` tokens: how many in a row are the target's likeliest ones, on average."""
-    rounds = right = 0
+def accepted(draft: Draft, teacher: Teacher, rows: list[Row], device: str) -> Iterator[str]:
+    """Guesses of some lengths: how many in a row are the target's likeliest ones, on average, in these answers."""
+    hits = []
     for row in rows:
-        ids = torch.tensor([row], device=device)
-        same = (draft(ids).argmax(-1) == teacher(ids).argmax(-1))[0].tolist()
-        at = 0
-        while at < len(same):
-            run = next((i for i, hit in enumerate(same[at : at + length]) if not hit), len(same[at : at + length]))
-            rounds, right, at = rounds + 1, right + run, at + run + 1
-    return right / max(rounds, 1)
+        ids, real = batch_of([row], device)
+        hits.append((draft(ids, real).argmax(-1) == teacher(ids)[real].argmax(-1)).tolist())
+    for length in (4, 6, 8):
+        rounds = right = 0
+        for same in hits:
+            at = 0
+            while at < len(same):
+                part = same[at : at + length]
+                run = next((i for i, hit in enumerate(part) if not hit), len(part))
+                rounds, right, at = rounds + 1, right + run, at + run + 1
+        yield f"guesses of {length}: {right / max(rounds, 1):.2f} accepted"
 
 
 def save(draft: Draft, target: Path, out: Path) -> None:
-    """Writes the draft as a float GGUF file with the target's vocabulary."""
+    """Writes the draft as a bf16 GGUF file with the target's vocabulary."""
     writer = GGUFWriter(str(out), "llama")
     for name, field in GGUFReader(str(target)).fields.items():
         if name.startswith("tokenizer."):
@@ -173,7 +293,12 @@ def save(draft: Draft, target: Path, out: Path) -> None:
     writer.add_rope_freq_base(100_000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     for name, tensor in draft.state_dict().items():
-        writer.add_tensor(name, tensor.float().cpu().numpy())
+        data = tensor.float().cpu()
+        if data.dim() == 1:
+            writer.add_tensor(name, data.numpy())
+        else:
+            bits = data.bfloat16().view(torch.uint8).numpy()
+            writer.add_tensor(name, bits, raw_dtype=GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -184,23 +309,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--out", type=Path, default=Path("draft.gguf"))
-    parser.add_argument("--rows", type=Path, help="rows of ids, one JSON list a line")
+    parser.add_argument("--rows", type=Path, help="chats, one JSON object a line")
+    parser.add_argument("--start", type=Path, help="a float draft of the same shape, to go on with")
     parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--only", choices=("write", "learn"), help="write chats, or learn from those that are there")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    rows = [json.loads(line) for line in args.rows.read_text().splitlines()] if args.rows and args.rows.exists() else []
-    with edgert.load(args.model, n_ctx=1024) as model:
-        write_rows(model, rows, time.monotonic() + 20 * args.minutes)
-        if args.rows:
-            args.rows.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        held_out = rows[:: max(10, len(rows) // 50)]
-        rows = [row for row in rows if row not in held_out]
-        print(f"{sum(map(len, rows)):,} tokens in {len(rows):,} rows", flush=True)
-        draft = Draft(model.n_vocab).to(args.device)
-        teacher = teacher_of(args.model, model, args.device)
-        learn(draft, teacher, rows, args.minutes * 2 / 3, args.device)
-        for length in (4, 6, 8):
-            print(f"guesses of {length}: {accepted(draft, teacher, held_out, length, args.device):.2f} accepted")
+    if args.only and not args.rows:
+        parser.error("--only needs --rows: the file that is shared")
+    rows, device = Rows(args.rows), args.device
+    share = {"write": 1.0, "learn": 0.0, None: 1 / 3}[args.only]
+    until = time.monotonic() + 60 * args.minutes * share
+    with edgert.load(args.model, n_ctx=1024, backend="cpu") as model:
+        target = None if device == "cpu" else read_target(args.model, device)
+        while args.only != "learn" and (time.monotonic() < until or len(rows) < 8):
+            rows.add(chats_by_edgert(model) if target is None else chats_on_gpu(model, target))
+            print(f"{len(rows):,} rows", flush=True)
+        if args.only == "write":
+            return
+
+        def teacher(ids: Tensor) -> Tensor:
+            if target is not None:
+                return target(ids).logits
+            return torch.stack([torch.from_numpy(model.logits(row.tolist())) for row in ids])
+
+        while len(rows) < 8:
+            time.sleep(1)
+            rows.refresh()
+        print(f"{sum(len(row.ids) for row in rows.learned):,} tokens in {len(rows):,} rows", flush=True)
+        draft = Draft(model.n_vocab).to(device)
+        if args.start:
+            draft.start_from(args.start)
+            print("before:", *accepted(draft, teacher, rows.held_out, device), sep="\n", flush=True)
+        learn(draft, teacher, rows, args.minutes * (1 - share), 5e-4 if args.start else 2e-3, device)
+        print("after:", *accepted(draft, teacher, rows.held_out, device), sep="\n", flush=True)
     save(draft, args.model, args.out)
     print(f"wrote {args.out}: {args.out.stat().st_size / 1e6:.0f} MB")
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from edgert.backends.base import Backend, Batch, Verdict
 from edgert.backends.llama import devices
-from edgert.backends.llama.library import library, messages, system_info, version
+from edgert.backends.llama.library import function, library, messages, system_info, version
 from edgert.backends.llama.offload import FITTING, SPLIT_MODES, Offload, amx_unused, load_model
 from edgert.backends.sessions import check_facts
 from edgert.devices import probe
@@ -157,6 +157,7 @@ class LlamaBackend(Backend):
                 "choose a smaller -c/--ctx-size."
             )
         self._memory = llama.llama_get_memory(self._context)
+        self._logits_address = function("llama_get_logits", ctypes.c_void_p, ctypes.c_void_p)
 
         self.n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
         self.n_ctx, self.n_cached = n_ctx, n_cached
@@ -192,7 +193,6 @@ class LlamaBackend(Backend):
         self._lengths = [0] * n_seq_max
         self._make_batch(n_batch)
         self._view_address = 0
-        self._view_rows = 0
         self._view = np.empty((0, self.n_vocab), np.float32)
 
     def _make_batch(self, n_batch: int) -> None:
@@ -225,6 +225,30 @@ class LlamaBackend(Backend):
         self._positions[:n] = batch.positions
         self._sequences[:n] = batch.sequences
         self._wanted[:n] = batch.wanted
+        rows = int(batch.wanted[0]) if n == 1 else int(np.count_nonzero(batch.wanted))
+        return self._decode(n, ends, rows)
+
+    def extend(self, tokens: Sequence[int], position: int, sequence: int) -> NDArray[np.float32]:
+        self._check_open()
+        n = len(tokens)
+        if not n:
+            return self._view[:0]
+        if n > self.n_batch:
+            raise ValueError(f"a batch of {n} tokens; n_batch is {self.n_batch}")
+        self._check_range(min(tokens), max(tokens), sequence, sequence)
+        self._check_run(sequence, position, position + n - 1)
+        if n == 1:  # of the usual step: what is set here, the device waits for
+            self._tokens[0], self._positions[0], self._sequences[0], self._wanted[0] = tokens[0], position, sequence, 1
+        else:
+            self._tokens[:n], self._positions[:n] = tokens, range(position, position + n)
+            self._sequences[:n], self._wanted[:n] = sequence, 1
+        return self._decode(n, {sequence: position + n}, n)
+
+    def _decode(self, n: int, ends: Mapping[int, int], rows: int) -> NDArray[np.float32]:
+        """Runs the n tokens that stand in the arrays: logits (rows, n_vocab).
+
+        ends:  each sequence's length after them
+        """
         self._batch.n_tokens = n
         status = self._llama.llama_decode(self._context, self._batch)
         if status:
@@ -239,7 +263,6 @@ class LlamaBackend(Backend):
             raise EdgertError(f"llama.cpp failed with status {status} on a batch of {n} tokens: {reason}")
         for sequence, end in ends.items():
             self._lengths[sequence] = end
-        rows = int(np.count_nonzero(batch.wanted))
         return self._logits(rows) if rows else self._view[:0]
 
     def _check(self, batch: Batch) -> dict[int, int]:
@@ -283,16 +306,16 @@ class LlamaBackend(Backend):
             raise ValueError(f"position {last} of sequence {sequence}; n_ctx is {self.n_ctx}")
 
     def _logits(self, rows: int) -> NDArray[np.float32]:
-        """llama.cpp's own output buffer seen as (rows, n_vocab), not copied."""
-        pointer = self._llama.llama_get_logits(self._context)
-        address = ctypes.cast(pointer, ctypes.c_void_p).value
+        """llama.cpp's own output buffer seen as (rows, n_vocab), not copied; waits for the device."""
+        address = self._logits_address(self._context)
+        if address == self._view_address and rows <= len(self._view):
+            return self._view if rows == len(self._view) else self._view[:rows]
         if not address:
             raise EdgertError("llama.cpp returned no logits")
-        if address != self._view_address or rows > self._view_rows:
-            buffer = (ctypes.c_float * (rows * self.n_vocab)).from_address(address)
-            self._view = np.frombuffer(memoryview(buffer).cast("B"), np.float32).reshape(rows, self.n_vocab)
-            self._view_address, self._view_rows = address, rows
-        return self._view[:rows]
+        buffer = (ctypes.c_float * (rows * self.n_vocab)).from_address(address)
+        self._view = np.frombuffer(memoryview(buffer).cast("B"), np.float32).reshape(rows, self.n_vocab)
+        self._view_address = address
+        return self._view
 
     def length(self, sequence: int) -> int:
         self._check_open()

@@ -89,6 +89,12 @@ def library() -> ModuleType:
     return _library
 
 
+def function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of llama.cpp with types of our own: the package's wrap what they return in objects, call by call."""
+    prototype = ctypes.CFUNCTYPE(result, *arguments)
+    return prototype((name, library()._lib))
+
+
 def _load_libstdcxx() -> None:
     """A CUDA build carries pieces of another libstdc++, which its regular expressions must not meet: SIGSEGV."""
     if sys.platform == "linux":

@@ -22,12 +22,14 @@ import numpy as np
 class Bare:
     """llama-bench's loop."""
 
-    def __init__(self, path: Path, n_ctx: int, n_threads: int) -> None:
+    def __init__(self, path: Path, n_ctx: int, n_threads: int, gpu: bool = False) -> None:
+        """gpu: all layers on the first GPU."""
         from edgert.backends.llama.library import library
 
         self.llama = llama = library()
         params = llama.llama_model_default_params()
-        params.use_extra_bufts = False
+        params.use_extra_bufts = gpu
+        params.n_gpu_layers, params.split_mode = (-1, 0) if gpu else (0, 1)
         self.model = llama.llama_model_load_from_file(str(path).encode(), params)
         options = llama.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch = n_ctx, 2048, 512
@@ -38,6 +40,10 @@ class Bare:
 
     def clear(self) -> None:
         self.llama.llama_memory_clear(self.llama.llama_get_memory(self.context), False)
+
+    def close(self) -> None:
+        self.llama.llama_free(self.context)
+        self.llama.llama_model_free(self.model)
 
     def decode(self, tokens: Any, position: int) -> None:
         batch = self.llama.llama_batch_get_one(tokens, len(tokens))

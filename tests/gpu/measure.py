@@ -1,20 +1,26 @@
-"""What edgert's llama backend does on this machine's GPUs: verdicts, parity, rates beside llama-bench, partial offload.
+"""What edgert's llama backend does on this machine's GPUs: choice, plan, parity, rates beside llama-bench, splits.
 
-    python tests/gpu/measure.py --models FOLDER --llama-bench PATH --out FOLDER [--layers 32]
+    python tests/gpu/measure.py --models FOLDER --llama-bench PATH --out FOLDER [--steps auto,rates,...] [--layers 32]
 
 FOLDER holds GGUF files; a random 7B-shaped Q4_K llama is written there. Each step is reported as it ends, and a step
 that fails is reported and does not end the others. gpu.json and gpu.md hold everything.
+
+A GPU that was idle takes a while to reach its clock, and a model of 100 MB is through with a prompt before that: every
+measured engine first works for WARM_UP seconds, and repeats its test until it has worked as long again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
 import statistics
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 POOL = 1 << 18  # random blocks that tensors are cut from
 SMALL = 16  # tokens of a step that stays where its layers are
 BLOCK = 144  # bytes of a Q4_K block of 256 weights
+WARM_UP = 0.7  # seconds
+STEPS = ("devices", "auto", "memory", "rates", "parity", "partial", "split", "rpc")
+N_PROMPT, N_GEN = 512, 128
 
 
 def q4_k(pool: NDArray[np.uint8], rows: int, columns: int, start: int) -> NDArray[np.uint8]:
@@ -112,54 +121,176 @@ class Report:
 def load(path: Path, backend: str = "llama", **options: Any) -> Any:
     from edgert import backends
 
-    return backends.load(path, backend=backend, n_ctx=1024, **options)
+    return backends.load(path, backend=backend, **{"n_ctx": 1024, **options})
 
 
-def rates(backend: Any, n_prompt: int, n_gen: int, repetitions: int = 3) -> dict[str, float]:
-    """Median tokens per second through the waist, as `edgert bench` takes them."""
+def medians(sides: dict[str, Callable[[], float]], rounds: int = 2) -> dict[str, float]:
+    """Seconds of each side's work: warmed up, then in turn A B A B, the better of its medians.
+
+    sides:  each runs its test once and returns the seconds it took
+    """
+    found: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(rounds):
+        for side, run in sides.items():
+            for seconds in (WARM_UP, WARM_UP):  # the second time is what counts
+                times, began = [], time.perf_counter()
+                while len(times) < 3 or time.perf_counter() - began < seconds:
+                    times.append(run())
+            found[side].append(statistics.median(times))
+    return {side: min(times) for side, times in found.items()}
+
+
+def loops(backend: Any, path: Path) -> dict[str, dict[str, float]]:
+    """Tokens per second: of the backend as `edgert bench` drives it, of its single steps as a reply takes them, and of
+    llama-bench's loop in this process, in turn."""
+    from llama_overhead import Bare, seconds
+
+    from edgert.backends.base import Batch
+    from edgert.devices import probe
+
+    bare = Bare(path, max(N_PROMPT, N_GEN), probe.default_threads(), gpu=True)
+    ids = np.random.default_rng(0).integers(0, backend.n_vocab, N_PROMPT).tolist()
+    whole = (bare.llama.llama_token * N_PROMPT)(*ids)
+
+    def bare_step(tokens: list[int], position: int) -> None:
+        bare.decode((bare.llama.llama_token * len(tokens)).from_buffer(whole, 4 * position), position)
+
+    def clear() -> None:
+        backend.free(0)
+
+    found: dict[str, dict[str, float]] = {}
+    for name, n, parts in ((f"pp{N_PROMPT}", N_PROMPT, [ids]), (f"tg{N_GEN}", N_GEN, [[i] for i in ids[:N_GEN]])):
+        batches = [Batch.of(part, i * len(part)) for i, part in enumerate(parts)]
+
+        def forward(tokens: list[int], position: int, batches: list[Any] = batches) -> None:
+            backend.forward(batches[position // len(tokens)])
+
+        sides = {
+            "forward": lambda parts=parts, forward=forward: seconds(clear, forward, parts),
+            "bare loop": lambda parts=parts: seconds(bare.clear, bare_step, parts),
+        }
+        if n == N_GEN:
+            sides["extend"] = lambda parts=parts: seconds(clear, lambda t, at: backend.extend(t, at, 0), parts)
+        found[name] = {side: round(n / best, 1) for side, best in medians(sides).items()}
+    bare.close()
+    return found
+
+
+def rates(backend: Any, n_prompt: int = N_PROMPT, n_gen: int = N_GEN) -> dict[str, float]:
+    """Tokens per second through the waist, as `edgert bench` takes them."""
     from edgert.benchmark import Runner, Test
 
     runner, found = Runner(backend), {}
     for test in (Test(n_prompt, 0), Test(0, n_gen)):
-        runner.warm_up(test)
-        times = [runner.run(test) for _ in range(repetitions)]
-        found[test.name] = round((test.n_prompt + test.n_gen) * 1e9 / statistics.median(times), 1)
+        best = medians({"": lambda test=test: runner.run(test) / 1e9}, 1)[""]
+        found[test.name] = round((test.n_prompt + test.n_gen) / best, 1)
     return found
 
 
-def llama_bench(binary: Path, path: Path, n_prompt: int, n_gen: int, *flags: Any) -> dict[str, float]:
-    command = [binary, "-m", path, "-p", n_prompt, "-n", n_gen, "-r", 3, "-o", "json", "-fa", 1, *flags]
+def llama_bench(binary: Path, path: Path, n: int, n_gen: int, *flags: Any) -> dict[str, float]:
+    """Tokens per second of both tests, medians of the later half of n runs."""
+    command = [binary, "-m", path, "-p", N_PROMPT, "-n", n_gen, "-r", n, "-o", "json", "-fa", 1, *flags]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"llama-bench ended with {done.returncode}: {done.stderr.strip()[-400:]}")
-    rows = json.loads(done.stdout)
     return {
         f"pp{row['n_prompt']}" if row["n_prompt"] else f"tg{row['n_gen']}": round(
-            1e9 * (row["n_prompt"] + row["n_gen"]) / statistics.median(row["samples_ns"]), 1
+            1e9 * (row["n_prompt"] + row["n_gen"]) / statistics.median(row["samples_ns"][n // 2 :]), 1
         )
-        for row in rows
+        for row in json.loads(done.stdout)
     }
 
 
-def beside(binary: Path, path: Path, n_prompt: int, n_gen: int, options: dict[str, Any], *flags: str) -> dict[str, Any]:
-    """The backend's rates and llama-bench's, in turn: theirs, ours, theirs, ours."""
+def beside(
+    binary: Path,
+    path: Path,
+    options: dict[str, Any],
+    flags: Sequence[Any],
+    *,
+    n: int = 20,
+    n_gen: int = N_GEN,
+    alone: bool = False,
+) -> dict[str, Any]:
+    """The backend's rates and llama-bench's, in turn: theirs, ours, theirs, ours; and both loops in one process.
+
+    alone:  without the loops in one process, for which the model is loaded once more
+    """
     ours, theirs = [], []
     backend = load(path, flash_attn="on", **options)
     try:
-        verdict = str(backend.verdict)
+        verdict, details = str(backend.verdict), backend.verdict.details
         for _ in range(2):
-            theirs.append(llama_bench(binary, path, n_prompt, n_gen, *flags))
-            ours.append(rates(backend, n_prompt, n_gen))
+            theirs.append(llama_bench(binary, path, n, n_gen, *flags))
+            ours.append(rates(backend, n_gen=n_gen))
+        inside = {} if alone else loops(backend, path)
     finally:
         backend.close()
     best = lambda runs: {test: max(run[test] for run in runs) for test in runs[0]}  # noqa: E731
     a, b = best(ours), best(theirs)
     return {
         "verdict": verdict,
+        "layers": details["n_gpu_layers"],
         "edgert": a,
         "llama-bench": b,
         "ratio": {t: round(a[t] / b[t], 3) for t in a if b.get(t)},
+        "in one process": inside,
+        "runs": [ours, theirs],
     }
+
+
+def edgert(*arguments: Any, check: bool = True) -> str:
+    """What the command line prints."""
+    command = [sys.executable, "-m", "edgert", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise RuntimeError(f"{' '.join(command[2:])} ended with {done.returncode}: {done.stderr.strip()[-400:]}")
+    return done.stdout
+
+
+def planned(path: Path, n_ctx: int) -> dict[str, Any]:
+    """What `edgert plan` says of the GPU."""
+    places = json.loads(edgert("plan", "-m", path, "-c", n_ctx, "--json", "--no-measure", check=False))
+    return next((place for place in places["places"] if place["backend"] == "llama"), {})
+
+
+def chosen(path: Path) -> dict[str, Any]:
+    """`auto` on this machine, for the first time and again; what plan then foresees beside what it does."""
+    found: dict[str, Any] = {}
+    for time_ in ("first", "again"):
+        start = time.perf_counter()
+        backend = load(path, backend="auto")
+        found[time_] = {
+            "seconds": round(time.perf_counter() - start, 2),
+            "verdict": str(backend.verdict),
+            "trials": [str(trial) for trial in backend.verdict.trials],
+        }
+        if time_ == "again":
+            found["rates"] = rates(backend)
+        backend.close()
+    place = planned(path, 1024)
+    found["planned rates"] = {name: place.get(name) for name in ("prefill", "decode", "basis")}
+    return found
+
+
+def memory(path: Path, n_ctx: int) -> dict[str, Any]:
+    """MiB of GPU memory that plan says and a process takes, its CUDA context included, with the context full."""
+    from edgert.devices import gpus
+
+    place = planned(path, n_ctx)
+    code = (
+        "import sys; from edgert import backends; from edgert.backends.base import Batch\n"
+        f"b = backends.load({str(path)!r}, backend='llama', n_ctx={n_ctx}, flash_attn='on')\n"
+        f"for i in range(0, {n_ctx}, 512): b.forward(Batch.of([1] * 512, i))\n"
+        "print('full', flush=True); sys.stdin.readline()"
+    )
+    before = sum(gpu.memory_free or 0 for gpu in gpus.gpus())
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin and child.stdout
+        child.stdout.readline()
+        taken = before - sum(gpu.memory_free or 0 for gpu in gpus.gpus())
+        child.stdin.close()
+    total = int(place["memory"]["total"]) if place else 0
+    return {"planned_mib": total >> 20, "taken_mib": taken >> 20, "ratio": round(total / max(taken, 1), 3)}
 
 
 def parity(path: Path, against: str, n: int = 96, **options: Any) -> dict[str, Any]:
@@ -193,22 +324,67 @@ def partial(path: Path, limit_mib: int, binary: Path) -> dict[str, Any]:
     from edgert.devices import probe
 
     before = sum(gpu.memory_free for gpu in devices.gpus())
-    backend = load(path, gpu_memory=limit_mib << 20, flash_attn="on")
+    options = {"gpu_memory": limit_mib << 20}
+    backend = load(path, flash_attn="on", **options)
     taken = before - sum(gpu.memory_free for gpu in devices.gpus())
-    layers = backend.verdict.details["n_gpu_layers"]
-    found = rates(backend, 512, 64)
-    verdict = str(backend.verdict)
+    details = backend.verdict.details
     backend.close()
     # Without layouts of its own (AMX among them) for the CPU's layers where our backend found that those fail.
-    flags = ["-t", probe.default_threads(), *(["--repack", 0] if "amx" in backend.verdict.details else [])]
-    return {
-        "limit_mib": limit_mib,
-        "taken_mib": taken >> 20,
-        "layers": layers,
-        "verdict": verdict,
-        "edgert": found,
-        "llama-bench": llama_bench(binary, path, 512, 64, "-ngl", layers, *flags),
-    }
+    flags = ["-ngl", details["n_gpu_layers"], "-t", probe.default_threads()]
+    flags += ["--repack", 0] if "amx" in details else []
+    found = beside(binary, path, options, flags, n=4, n_gen=32, alone=True)
+    return {"limit_mib": limit_mib, "taken_mib": taken >> 20, **found}
+
+
+@contextlib.contextmanager
+def rpc_server(binary: Path, gpu: int) -> Iterator[str]:
+    """llama.cpp's rpc-server with one of the GPUs: its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(binary.with_name("ggml-rpc-server")), "-H", "127.0.0.1", "-p", str(port)]
+    child = subprocess.Popen(
+        command, env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    try:
+        for _ in range(200):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.1)
+        yield f"127.0.0.1:{port}"
+    finally:
+        child.kill()
+        child.wait()
+
+
+def over_rpc(path: Path, binary: Path, n_gpus: int) -> dict[str, Any]:
+    """A model that spans this process's GPU and one of a server: names, rates beside llama-bench, parity."""
+    code = (
+        "import json, sys; from pathlib import Path; sys.path[:0] = [{tests!r}, {bench!r}]\n"
+        "import measure\n"
+        "from edgert.backends.llama import devices, library\n"
+        "options = {{'rpc': ({address!r},), 'n_gpu_layers': -1}}\n"
+        "found = measure.beside(Path({binary!r}), Path({path!r}), options, ['-ngl', 99, '-rpc', {address!r}],"
+        " n=4, alone=True)\n"
+        "found['devices'] = [vars(gpu) for gpu in devices.gpus()]\n"
+        "found['parity'] = measure.parity(Path({path!r}), 'llama', **options)\n"
+        "print(json.dumps(found))"
+    )
+    tests = Path(__file__).resolve().parent
+    with rpc_server(binary, n_gpus - 1) as address:
+        text = code.format(
+            tests=str(tests), bench=str(tests.parent / "bench"), address=address, binary=str(binary), path=str(path)
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", text],
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip()[-600:])
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -219,6 +395,17 @@ def markdown(results: dict[str, Any]) -> str:
                 other = result["llama-bench"].get(test)
                 ratio = f"{rate / other:.3f}" if other else ""
                 lines.append(f"| {name} | {test} | {rate} | {other} | {ratio} |")
+    lines += [
+        "",
+        "| what | test | edgert | single steps | llama-bench's loop | ratio |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for name, result in results.items():
+        for test, side in (result.get("in one process") or {} if isinstance(result, dict) else {}).items():
+            ratio = f"{side['forward'] / side['bare loop']:.3f}"
+            lines.append(
+                f"| {name} | {test} | {side['forward']} | {side.get('extend', '')} | {side['bare loop']} | {ratio} |"
+            )
     lines += ["", "| what | same top token | mean KL | largest KL |", "|---|---:|---:|---:|"]
     for name, result in results.items():
         if isinstance(result, dict) and "kl_mean" in result:
@@ -230,46 +417,56 @@ def markdown(results: dict[str, Any]) -> str:
 @click.option("--models", type=click.Path(path_type=Path, file_okay=False), required=True)
 @click.option("--llama-bench", "binary", type=click.Path(path_type=Path), required=True)
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("."))
+@click.option("--steps", default=",".join(STEPS), show_default=True)
 @click.option("--layers", default=32, help="Of the random model.")
 @click.option("--n-embd", default=4096)
 @click.option("--n-ff", default=11008)
-def main(models: Path, binary: Path, out: Path, layers: int, n_embd: int, n_ff: int) -> None:
-    """Runs everything."""
+def main(models: Path, binary: Path, out: Path, steps: str, layers: int, n_embd: int, n_ff: int) -> None:
+    """Runs what is asked for."""
     models.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
-    report = Report(out)
+    report, wanted = Report(out), steps.split(",")
     large = models / f"random-{layers}x{n_embd}-q4_k.gguf"
     if not large.exists():
         report.step("write", lambda: write_random(large, layers, n_embd, n_ff, n_embd // 128))
-    report.step(
-        "edgert devices",
-        lambda: json.loads(
-            subprocess.run(
-                [sys.executable, "-m", "edgert", "devices", "--json"], capture_output=True, text=True, check=True
-            ).stdout
-        ),
-    )
+    if "devices" in wanted:
+        report.step("edgert devices", lambda: json.loads(edgert("devices", "--json")))
+        report.step("edgert doctor", lambda: json.loads(edgert("doctor", "--json", check=False)))
     from edgert.backends.llama import devices, library
 
     library.library()
     gpus = report.step("gpus", lambda: [vars(gpu) for gpu in devices.gpus()])
-    one = {"split_mode": "none"} if len(gpus) > 1 else {}
-    flags = ["-sm", "none"] if len(gpus) > 1 else []
-    for path in sorted(models.glob("*.gguf")):
-        report.step(f"{path.stem}", lambda path=path: beside(binary, path, 512, 128, one, "-ngl", "99", *flags))
-        engine = "llama" if path == large else "cpu"
-        report.step(f"{path.stem}: parity with {engine}", lambda path=path, e=engine: parity(path, e, **one))
-        if engine == "cpu":
-            report.step(f"{path.stem}: parity with llama", lambda path=path: parity(path, "llama", **one))
-    for mode in ("layer", "row") if len(gpus) > 1 else ():
+    many = len(gpus) > 1
+    one = {"split_mode": "none"} if many else {}
+    flags = ["-ngl", 99, *(["-sm", "none"] if many else [])]
+    paths = sorted(models.glob("*.gguf"))
+    for path in paths:
+        name = path.stem
+        if "auto" in wanted:
+            report.step(f"{name}: auto", lambda path=path: chosen(path))
+        if "memory" in wanted:
+            for n_ctx in (2048, 8192):
+                report.step(f"{name}: memory at {n_ctx}", lambda path=path, n=n_ctx: memory(path, n))
+        if "rates" in wanted:
+            report.step(name, lambda path=path: beside(binary, path, one, flags, n=8 if path == large else 20))
+        if "parity" in wanted:
+            for engine in ("llama",) if path == large else ("cpu", "llama"):
+                what = f"{name}: parity with {engine}"
+                report.step(what, lambda path=path, e=engine: parity(path, e, **one))
+    if "partial" in wanted:
+        size = large.stat().st_size >> 20
+        report.step("partial offload", lambda: partial(large, size // 2 + 1024, binary))
+    for mode in ("layer", "row") if many and "split" in wanted else ():
         options = {"split_mode": mode, "n_gpu_layers": -1}
-        report.step(
-            f"{len(gpus)} GPUs, {mode} split",
-            lambda o=options, m=mode: beside(binary, large, 512, 128, o, "-ngl", "99", "-sm", m),
-        )
-        report.step(f"{len(gpus)} GPUs, {mode} split: parity", lambda o=options: parity(large, "llama", **o))
-    size = large.stat().st_size >> 20
-    report.step("partial offload", lambda: partial(large, size // 2 + 1024, binary))
+        what = f"{len(gpus)} GPUs, {mode} split"
+        report.step(what, lambda o=options, m=mode: beside(binary, large, o, ["-ngl", 99, "-sm", m], n=4, alone=True))
+        report.step(f"{what}: parity", lambda o=options: parity(large, "llama", **o))
+    if many and "split" in wanted:
+        last = str(gpus[-1]["name"])
+        flags = ["-ngl", 99, "-dev", last]
+        report.step(f"--device {last}", lambda: beside(binary, large, {"device": last}, flags, n=4, alone=True))
+    if many and "rpc" in wanted:
+        report.step("rpc", lambda: over_rpc(large, binary, len(gpus)))
     (out / "gpu.md").write_text(markdown(report.results) + "\n")
     print(markdown(report.results))
 
