@@ -219,9 +219,12 @@ class Rows:
 
 def read_target(path: Path, device: str) -> nn.Module:
     """The target in transformers."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16).to(device)
+    options = {"gguf_file": path.name, "dtype": torch.bfloat16}
+    if hasattr(transformers, "GgufConfig"):  # without it newer versions keep the weights packed, which is slower
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    return transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options).to(device)
 
 
 def batch_of(rows: list[Row], device: str) -> tuple[Tensor, Tensor]:

@@ -86,7 +86,8 @@ def test_distill_draft(run: Runner, smollm2_path: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     rows, out = tmp_path / "rows.jsonl", tmp_path / "draft.gguf"
     draw = random.Random(0)
-    rows.write_text("".join(f"{[draw.randrange(100, 110) for _ in range(40)]}\n" for _ in range(30)))
+    chats = [{"ids": [draw.randrange(100, 110) for _ in range(40)], "n_prompt": 8, "heat": 0.0} for _ in range(30)]
+    rows.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
     arguments = ["distill_draft.py", str(smollm2_path), "--out", str(out), "--rows", str(rows)]
     arguments += ["--minutes", "0.1", "--device", "cpu"]
     output = run("distill_draft.py", arguments)
