@@ -181,15 +181,18 @@ class CpuBackend(Backend):
             on_input(reads.matrix.names, reads.values(int(self._graph.header[reads.count])))
 
     def replace(self, name: str, values: NDArray[np.float32]) -> None:
-        matrix, part = self._graph.weights.find(name)
-        if values.shape != (part.n_rows, matrix.n_cols):
-            raise ValueError(f"{name} has the shape {(part.n_rows, matrix.n_cols)}, not {values.shape}")
-        if not CODECS[matrix.codec].is_float:
-            raise UnsupportedFormatError(
-                f"Tensor {name} is held as {matrix.codec}, which cannot take other values: "
-                "load the model with weights_as='bf16' or 'f32'."
-            )
-        pack_rows(self._team, self.isa, matrix.codec.upper(), encode(matrix.codec, values), matrix, part)
+        places = self._graph.weights.find(name)
+        shape = sum(part.rows.count for _, part in places), places[0][0].n_cols
+        if values.shape != shape:
+            raise ValueError(f"{name} has the shape {shape}, not {values.shape}")
+        for matrix, part in places:
+            if not CODECS[matrix.codec].is_float:
+                raise UnsupportedFormatError(
+                    f"Tensor {name} is held as {matrix.codec}, which cannot take other values: "
+                    "load the model with weights_as='bf16' or 'f32'."
+                )
+            rows = values[part.rows.start : part.rows.start + part.rows.count]
+            pack_rows(self._team, self.isa, matrix.codec.upper(), encode(matrix.codec, rows), matrix, part)
 
     def _lay_out(self, batch: Batch) -> tuple[Shape, int]:
         """Puts a batch into the buffers: the shape of the step, and how many logits are wanted."""

@@ -9,7 +9,7 @@ change with what else is in the batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,10 +29,10 @@ from edgert.backends.cpu.layouts import (
     wide_attention_tokens,
 )
 from edgert.backends.cpu.memory import Arena, aligned
-from edgert.backends.cpu.model_weights import LayerWeights, ModelWeights
+from edgert.backends.cpu.model_weights import LayerWeights, ModelWeights, Norm
 from edgert.backends.cpu.tape import Op, Reads, float_bits
 from edgert.backends.cpu.weights import Matrix
-from edgert.quantize.architecture import Architecture
+from edgert.quantize.architecture import Architecture, Layer, Rope
 
 SPARE = 8  # rows that buffers have beyond n_batch, since products run in steps of up to so many
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)  # tokens that a product kernel may run together
@@ -101,7 +101,8 @@ class Graph:
         self.qkv = arena.floats(rows, self.n_qkv)
         self.attn = arena.floats(max(rows, n_threads * PRIVATE_ROWS), n_attn)
         self.hidden = arena.floats(rows, a.n_ff)
-        self.up = arena.floats(rows, a.n_ff) if any(not layer.gate_up for layer in weights.layers) else self.hidden
+        apart = any(layer.gate and layer.up for layer in weights.layers)
+        self.up = arena.floats(rows, a.n_ff) if apart else self.hidden
         self.post = arena.floats(rows, a.n_embd) if a.post_norm else self.x
         self.forms: dict[str, NDArray[np.uint8]] = {
             "int8": arena.take(max(rows * most, n_private)),
@@ -117,19 +118,14 @@ class Graph:
             needs += [tile_scratch_bytes(n_batch), attention_scratch_bytes(a.head_dim, group)]
         self.scratch_stride = max(needs) + 63 & ~63
         self.scratch = arena.take(n_threads * self.scratch_stride)
-        self.rope_tables: dict[tuple[float, float, int, bool], tuple[NDArray[np.float64], NDArray[np.float32]]] = {}
-        for layer in a.layers:
-            if self._rope_key(layer.rope) not in self.rope_tables:
-                frequencies = np.ascontiguousarray(layer.rope.frequencies(), np.float64)
-                self.rope_tables[self._rope_key(layer.rope)] = (frequencies, arena.floats(rows, layer.rope.n_dims))
+        self.rope_tables: dict[Rope, tuple[NDArray[np.float64], NDArray[np.float32]]] = {}
+        for rope in {layer.rope: None for layer in a.layers if layer.rope.n_dims}:
+            frequencies = np.ascontiguousarray(rope.frequencies(), np.float64)
+            self.rope_tables[rope] = frequencies, arena.floats(rows, rope.n_dims)
         self.key_means = arena.floats(a.n_layer, a.n_head_kv, a.head_dim)
         # Most of it is never touched: it is for many tokens of long sequences at once.
         self.max_chunks = -(-cache.max_pages * 16 // CHUNK) + 1
         self.partials = aligned(n_batch * a.n_head * self.max_chunks * partial_bytes(a.head_dim))
-
-    @staticmethod
-    def _rope_key(rope) -> tuple[float, float, int, bool]:  # type: ignore[no-untyped-def]
-        return rope.base, rope.scale, rope.n_dims, rope.factors is not None
 
     @property
     def n_bytes(self) -> int:
@@ -155,25 +151,32 @@ class Graph:
 
         output:  the head's matrices, where they are not the model's
         """
-        a = self.architecture
         groups = self._groups(shape)
-        ops = [*self._angles(), self._embed()]
-        post: NDArray[np.float32] | None = None  # the norm of what the step before left in self.post
-        for i, layer in enumerate(self.weights.layers):
-            ops += self._norm(groups, layer.attn_norm, layer.qkv, post)
-            ops += self._product(groups, layer.qkv, self.qkv, "store", private=post is None)
-            ops += self._attention(shape, i, layer)
-            ops += self._from_attention(shape, groups, i, layer.attn_output)
-            ops += self._product(groups, layer.attn_output, *self._residual)
-            post = layer.post_attention_norm
-            ops += self._norm(groups, layer.ffn_norm, self._gates(layer), post)
-            ops += self._feed_forward(groups, layer, private=post is None)
-            ops += self._product(groups, layer.ffn_down, *self._residual, gated=layer.gate_up is not None)
-            post = layer.post_ffw_norm
+        ops = [*self._angles(), *self._embed()]
+        post: Norm | None = None  # the norm of what the step before left in self.post
+        for i, (layer, weights) in enumerate(zip(self.architecture.layers, self.weights.layers, strict=True)):
+            gates = self._gates(weights)
+            shared = layer.parallel and layer.feed_forward_norm == layer.attention_norm
+            ops += self._norm(groups, weights.norms.get(layer.attention_norm), weights.qkv + gates * shared, post)
+            ops += self._product(groups, weights.qkv, self.qkv, "store", private=post is None)
+            if layer.parallel:
+                if not shared:
+                    ops += self._norm(groups, weights.norms.get(layer.feed_forward_norm), gates, None)
+                ops += self._up(groups, weights)
+            ops += self._attention(shape, i)
+            ops += self._from_attention(shape, groups, i, weights.attn_output)
+            post = weights.norms.get("post_attention_norm")
+            ops += self._product(groups, weights.attn_output, *self._residual(post))
+            if not layer.parallel:
+                ops += self._norm(groups, weights.norms.get(layer.feed_forward_norm), gates, post)
+                ops += self._up(groups, weights, private=post is None)
+            ops += self._activate(groups, weights)
+            post = weights.norms.get("post_ffw_norm")
+            ops += self._product(groups, weights.ffn_down, *self._residual(post), gated=weights.gate_up is not None)
         if shape.wanted:
             if post is not None:
                 everything = Group(ZERO, N_TOKENS, "int8", 0)
-                ops.append(self._rows(everything, "post", "none", self.x, a.n_embd, post_weight=post))
+                ops.append(self._rows(everything, "post", "none", self.x, self.architecture.n_embd, post=post))
             ops += self._head(shape, output or self.weights.output)
         return ops
 
@@ -195,10 +198,9 @@ class Graph:
         most = max(matrix.n_cols for matrix in self.weights.matrices())
         return self.arena.take(len(self.tokens) * most * 4)
 
-    @property
-    def _residual(self) -> tuple[NDArray[np.float32], str]:
-        """Where the products that end a block go: added to x, or aside if a norm comes between."""
-        return (self.post, "store") if self.architecture.post_norm else (self.x, "add")
+    def _residual(self, post: Norm | None) -> tuple[NDArray[np.float32], str]:
+        """Where the product that ends a block goes: added to x, or aside if a norm comes between."""
+        return (self.x, "add") if post is None else (self.post, "store")
 
     def set_logits(self, ops: list[Op], logits: NDArray[np.float32], output: list[Matrix] | None = None) -> None:
         """Points the head's products at the rows of `logits`, float32 (n_wanted + SPARE, stride)."""
@@ -224,49 +226,57 @@ class Graph:
     def _angles(self) -> list[Op]:
         return [
             Op("angles", [self.positions.ctypes.data, self._at(N_TOKENS), frequencies.ctypes.data, len(frequencies),
-                          out.ctypes.data], meet=False)
-            for frequencies, out in self.rope_tables.values()
+                          out.ctypes.data, float_bits(rope.magnitude)], meet=False)
+            for rope, (frequencies, out) in self.rope_tables.items()
         ]  # fmt: skip
 
-    def _embed(self) -> Op:
-        matrix = self.weights.token_embd
-        return Op(
-            name_of("embed", codec=matrix.codec),
-            [
-                self.tokens.ctypes.data,
-                self._at(N_TOKENS),
-                matrix.data.ctypes.data,
-                matrix.n_cols,
-                self.x.ctypes.data,
-                float_bits(self.architecture.embedding_scale),
-            ],
-        )
+    def _embed(self) -> list[Op]:
+        """x: the tokens' rows, and those of their positions."""
+        scale = self.architecture.embedding_scale
+        tables: list[tuple[Matrix, NDArray[np.int64], float, dict[str, str]]]
+        tables = [(self.weights.token_embd, self.tokens, scale, {})]
+        if self.weights.position_embd:
+            tables.append((self.weights.position_embd, self.positions, 1.0, {"adds": "yes"}))
+        return [
+            Op(
+                name_of("embed", codec=matrix.codec, **parameters),
+                [
+                    index.ctypes.data,
+                    self._at(N_TOKENS),
+                    matrix.data.ctypes.data,
+                    matrix.n_cols,
+                    self.x.ctypes.data,
+                    float_bits(factor),
+                ],
+            )
+            for matrix, index, factor, parameters in tables
+        ]
 
     def _rows(
         self,
         group: Group,
-        kernel: str,
+        source: str,
         form: str,
-        source: NDArray[np.float32],
+        x: NDArray[np.float32],
         n_cols: int,
         *,
-        weight: NDArray[np.float32] | None = None,
+        norm: Norm | None = None,
+        post: Norm | None = None,
+        up: NDArray[np.float32] | None = None,
         index: NDArray[np.int64] | None = None,
-        post_weight: NDArray[np.float32] | None = None,
         private: bool = False,
         window: int = 0,
+        parameters: Mapping[str, object] | None = None,
     ) -> Op:
         """An op of `kernels/rows.py`; with `private`, every thread prepares all rows for itself and does not wait."""
         a = self.architecture
-        parameters: dict[str, object] = {"source": kernel, "form": form}
-        if kernel == "merge":
-            parameters |= {"n_head": a.n_head, "head_dim": a.head_dim, "type_v": self.cache.type_v}
+        kind = {"norm": a.norm} if (norm or post) and a.norm != "rms" else {}
         return Op(
-            name_of("rows", **parameters),
+            name_of("rows", source=source, form=form, **kind, **(parameters or {})),
             [
-                source.ctypes.data,
-                source.strides[0],
-                _address(weight),
+                x.ctypes.data,
+                x.strides[0],
+                _address(norm.weight if norm else up),
                 n_cols,
                 self._at(group.first),
                 self._at(group.count),
@@ -277,12 +287,14 @@ class Graph:
                 float_bits(a.norm_eps),
                 self.post.ctypes.data,
                 self.post.strides[0],
-                _address(post_weight),
+                _address(post.weight if post else None),
                 self.partials.ctypes.data,
                 self.max_chunks,
                 self.positions.ctypes.data,
                 window,
-                PRIVATE_ROWS * source.strides[0] if private else 0,
+                PRIVATE_ROWS * x.strides[0] if private else 0,
+                _address(norm.bias if norm else None),
+                _address(post.bias if post else None),
             ],
             meet=not private,
         )
@@ -294,26 +306,21 @@ class Graph:
             return ["tiles"]
         return sorted({_form(matrix) for matrix in matrices})
 
-    def _norm(
-        self,
-        groups: list[Group],
-        weight: NDArray[np.float32],
-        matrices: Sequence[Matrix],
-        post: NDArray[np.float32] | None,
-    ) -> list[Op]:
-        """The norm of x before some products; with `post`, self.post is normed by it and added to x first."""
+    def _norm(self, groups: list[Group], norm: Norm | None, matrices: Sequence[Matrix], post: Norm | None) -> list[Op]:
+        """x, or a norm of it, before some products; with `post`, self.post is normed by it and added to x first."""
         ops = []
         for group in groups:
             for i, form in enumerate(self._forms_for(group, matrices)):
-                kernel = "norm" if post is None or i else "post"
+                adds = post is not None and i == 0
+                source = ("post_norm" if norm else "post") if adds else "norm" if norm else "plain"
                 op = self._rows(
                     group,
-                    kernel,
+                    source,
                     form,
                     self.x,
                     self.architecture.n_embd,
-                    weight=weight,
-                    post_weight=post,
+                    norm=norm,
+                    post=post if adds else None,
                     private=group.private and post is None,
                 )
                 ops.append(op)
@@ -342,7 +349,8 @@ class Graph:
                 column += matrix.n_rows
                 # Panels past the last row write zeros over what stands to the right.
                 ops[-1].meet = matrix.n_panels * self.isa.lanes != matrix.n_rows
-        ops[-1].meet = True
+        if ops:
+            ops[-1].meet = True
         return ops
 
     def _one_product(
@@ -358,9 +366,10 @@ class Graph:
         form = group.form if group.form == "tiles" else _form(matrix)
         rows = self.gated_tiles if gated and form == "tiles" else self.forms[form]
         reads = Reads(matrix, form, group.count, rows, self.words)
+        parameters = {"codec": matrix.codec, "epilogue": epilogue} | ({} if matrix.bias is None else {"bias": "yes"})
         if form == "tiles":
             return Op(
-                name_of("tiles", codec=matrix.codec, epilogue=epilogue),
+                name_of("tiles", **parameters),
                 [
                     matrix.data.ctypes.data,
                     rows.ctypes.data,
@@ -371,11 +380,12 @@ class Graph:
                     self._at(group.count),
                     self.scratch.ctypes.data,
                     self.scratch_stride,
+                    _address(matrix.bias),
                 ],
                 reads=reads,
             )
         return Op(
-            name_of("product", codec=matrix.codec, width=group.width, epilogue=epilogue),
+            name_of("product", width=group.width, **parameters),
             [
                 matrix.data.ctypes.data,
                 rows.ctypes.data,
@@ -387,20 +397,25 @@ class Graph:
                 self._at(group.count),
                 self.private_stride if group.private and private else 0,
                 self._at(group.first),
+                _address(matrix.bias),
             ],
             reads=reads,
         )
 
-    def _attention(self, shape: Shape, i: int, layer: LayerWeights) -> list[Op]:
-        """Bias, head norms, rotation and the write to the cache; then the attention of both groups of rows."""
-        a, cache = self.architecture, self.cache
+    def _attention(self, shape: Shape, i: int) -> list[Op]:
+        """Head norms, rotation and the write to the cache; then the attention of both groups of rows."""
+        a, cache, layer = self.architecture, self.cache, self.architecture.layers[i]
         table, width, keys, values, stride = cache.addresses(i)
-        rope = a.layers[i].rope
-        window = a.layers[i].window
+        rope, window = layer.rope, layer.window
         common = [self.positions.ctypes.data, self.slots.ctypes.data, table, width, keys, values, stride]
-        heads = {"n_head": a.n_head, "n_head_kv": a.n_head_kv, "head_dim": a.head_dim,
+        heads = {"n_head": layer.n_head, "n_head_kv": layer.n_head_kv, "head_dim": a.head_dim,
                  "type_k": cache.type_k, "type_v": cache.type_v}  # fmt: skip
-        ops = [
+        norms = [self.weights.layers[i].norms.get(f"attn_{part}_norm") for part in "qk"]
+        ops = []
+        if norms[0] and len(norms[0].weight) > a.head_dim:
+            ops.append(self._row_norm(layer, *norms))
+            norms = [None, None]
+        ops.append(
             Op(
                 name_of("rope", **heads, n_rot=rope.n_dims, style=rope.style),
                 [
@@ -408,16 +423,14 @@ class Graph:
                     self.qkv.strides[0],
                     self._at(N_TOKENS),
                     *common,
-                    self.rope_tables[self._rope_key(rope)][1].ctypes.data,
-                    0 if layer.bias is None else layer.bias.ctypes.data,
-                    0 if layer.q_norm is None else layer.q_norm.ctypes.data,
-                    0 if layer.k_norm is None else layer.k_norm.ctypes.data,
+                    self.rope_tables[rope][1].ctypes.data if rope.n_dims else 0,
+                    *(_address(norm.weight if norm else None) for norm in norms),
                     float_bits(a.norm_eps),
                     float_bits(a.attention_scale),
                     self.key_means[i].ctypes.data,
                 ],
             )
-        ]
+        )
         if shape.wide:
             kernel, out = "attention_wide", _address(self.attn)
             if self.tile_attention:
@@ -439,48 +452,78 @@ class Graph:
         )  # fmt: skip
         return ops
 
+    def _row_norm(self, layer: Layer, q: Norm | None, k: Norm | None) -> Op:
+        """The norms of all of q and all of k."""
+        assert q and k
+        n_q, n_k = layer.n_head * self.architecture.head_dim, layer.n_head_kv * self.architecture.head_dim
+        places = [_address(part) for norm in (q, k) for part in (norm.weight, norm.bias)]
+        return Op(
+            name_of("row_norm", norm=self.architecture.norm),
+            [self.qkv.ctypes.data, self.qkv.strides[0], self._at(N_TOKENS), n_q, n_k, *places,
+             float_bits(self.architecture.norm_eps)],
+        )  # fmt: skip
+
     def _from_attention(self, shape: Shape, groups: list[Group], i: int, matrices: list[Matrix]) -> list[Op]:
         """The attention's results in the form that attn_output reads."""
-        a = self.architecture
-        n_cols = a.n_head * a.head_dim
-        window = a.layers[i].window
+        layer = self.architecture.layers[i]
+        n_cols = layer.n_head * self.architecture.head_dim
+        merge = functools.partial(self._merge, layer)
         narrow = Group(N_WIDE, N_NARROW, "int8", 0)
         form = _form(matrices[0])
         if shape.private:
-            return [self._rows(narrow, "merge", form, self.attn, n_cols, private=True, window=window)]
+            return [merge(narrow, form, private=True)]
         if not self.tiles:  # joined into float32 rows below the wide ones first; then all rows are converted together
-            joined = self._rows(narrow, "merge", "none", self.attn, n_cols, window=window)
-            return [joined, self._rows(groups[0], "plain", form, self.attn, n_cols)]
+            return [merge(narrow, "none"), self._rows(groups[0], "plain", form, self.attn, n_cols)]
         ops = []
         if shape.wide and not self.tile_attention:
             ops.append(self._rows(groups[0], "plain", "tiles", self.attn, n_cols))
         if shape.narrow:
-            ops.append(self._rows(narrow, "merge", form, self.attn, n_cols, window=window))
+            ops.append(merge(narrow, form))
         return ops
+
+    def _merge(self, layer: Layer, group: Group, form: str, private: bool = False) -> Op:
+        """Partial results of attention joined."""
+        dim = self.architecture.head_dim
+        parameters = {"n_head": layer.n_head, "head_dim": dim, "type_v": self.cache.type_v}
+        return self._rows(
+            group, "merge", form, self.attn, layer.n_head * dim, private=private, window=layer.window,
+            parameters=parameters,
+        )  # fmt: skip
 
     @staticmethod
     def _gates(layer: LayerWeights) -> list[Matrix]:
         return [layer.gate_up] if layer.gate_up else [*layer.gate, *layer.up]
 
-    def _feed_forward(self, groups: list[Group], layer: LayerWeights, private: bool) -> list[Op]:
-        """activation(gate) * up, in the form that ffn_down reads."""
-        a = self.architecture
+    def _up(self, groups: list[Group], layer: LayerWeights, private: bool = True) -> list[Op]:
+        """gate and up, or where they are one matrix activation(gate) * up."""
         ops = []
         for group in groups:
             if layer.gate_up is None:
+                hidden = self.up if layer.gate else self.hidden
                 ops += self._product([group], layer.gate, self.hidden, "store", private)
-                ops += self._product([group], layer.up, self.up, "store", private)
+                ops += self._product([group], layer.up, hidden, "store", private)
             else:
                 y, stride = self.hidden.ctypes.data, self.hidden.strides[0]
                 if group.form == "tiles":
                     y, stride = self.gated_tiles.ctypes.data, 0
-                ops.append(self._one_product(group, layer.gate_up, y, stride, a.activation, private))
+                activation = self.architecture.activation
+                ops.append(self._one_product(group, layer.gate_up, y, stride, activation, private))
+        return ops
+
+    def _activate(self, groups: list[Group], layer: LayerWeights) -> list[Op]:
+        """activation(gate) * up, or activation(up), in the form that ffn_down reads."""
+        activation, n_ff = self.architecture.activation, layer.ffn_down[0].n_cols
+        ops = []
         for group in groups:
             if group.form == "tiles" and layer.gate_up:
                 continue
-            kernel = "plain" if layer.gate_up else a.activation
+            source = "plain" if layer.gate_up else activation
+            ungated = None if layer.gate_up or layer.gate else {"gated": "no"}
             for form in self._forms_for(group, layer.ffn_down):
-                ops.append(self._rows(group, kernel, form, self.hidden, a.n_ff, weight=self.up, private=group.private))
+                op = self._rows(
+                    group, source, form, self.hidden, n_ff, up=self.up, private=group.private, parameters=ungated
+                )
+                ops.append(op)
         return ops
 
     def _head(self, shape: Shape, output: list[Matrix]) -> list[Op]:
@@ -489,7 +532,7 @@ class Graph:
         wanted = Group(ZERO, N_WANTED, "tiles" if tiles else "int8", shape.wanted)
         norm = self.weights.output_norm
         ops = [
-            self._rows(wanted, "norm", form, self.x, self.architecture.n_embd, weight=norm, index=self.wanted)
+            self._rows(wanted, "norm", form, self.x, self.architecture.n_embd, norm=norm, index=self.wanted)
             for form in self._forms_for(wanted, output)
         ]
         rows = replace(wanted, count=N_WANTED_TILED) if tiles else wanted

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.cpu.weights import Matrix, Packer, Part
-from edgert.quantize.architecture import Architecture
+from edgert.backends.cpu.weights import Matrix, Packer, Part, Rows
+from edgert.quantize.architecture import Architecture, Layer
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm's weight, and of a layer norm its bias."""
+
+    weight: NDArray[np.float32]
+    bias: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The packed tensors of a layer; a list holds matrices that stand one below the other."""
+    """The packed tensors of a layer; a list holds matrices that stand one below the other.
 
-    attn_norm: NDArray[np.float32]
+    norms:    by name, those that the layer has
+    gate_up:  panels of both in turn, if they have one codec
+    gate:     empty where gate_up is there, or the layer has no gate
+    """
+
+    norms: Mapping[str, Norm]
     qkv: list[Matrix]
-    bias: NDArray[np.float32] | None
-    q_norm: NDArray[np.float32] | None
-    k_norm: NDArray[np.float32] | None
     attn_output: list[Matrix]
-    post_attention_norm: NDArray[np.float32] | None
-    ffn_norm: NDArray[np.float32]
-    gate_up: Matrix | None  # panels in turn, if both have one codec
+    gate_up: Matrix | None
     gate: list[Matrix]
     up: list[Matrix]
     ffn_down: list[Matrix]
-    post_ffw_norm: NDArray[np.float32] | None
 
 
 @dataclass(frozen=True)
@@ -38,8 +45,9 @@ class ModelWeights:
 
     token_embd: Matrix
     layers: list[LayerWeights]
-    output_norm: NDArray[np.float32]
+    output_norm: Norm
     output: list[Matrix]
+    position_embd: Matrix | None = None
 
     @functools.cached_property
     def n_bytes(self) -> int:
@@ -49,18 +57,24 @@ class ModelWeights:
             found[matrix.data.ctypes.data] = matrix.data.nbytes
         return sum(found.values())
 
-    def find(self, name: str) -> tuple[Matrix, Part]:
-        """The matrix that holds a tensor, and where in it. Raises: ValueError when none does."""
-        for matrix in self.matrices():
-            for part in matrix.parts:
-                if part.name == name:
-                    return matrix, part
-        raise ValueError(f"{name!r} is no matrix of the model")
+    def find(self, name: str) -> list[tuple[Matrix, Part]]:
+        """Which matrices hold a tensor's rows, and where. Raises: ValueError when none does."""
+        found = {
+            (id(matrix), part): (matrix, part)
+            for matrix in self.matrices()
+            for part in matrix.parts
+            if part.rows.name == name
+        }
+        if not found:
+            raise ValueError(f"{name!r} is no matrix of the model")
+        return list(found.values())
 
     def matrices(self) -> Iterator[Matrix]:
         """Every packed matrix."""
         yield self.token_embd
         yield from self.output
+        if self.position_embd:
+            yield self.position_embd
         for layer in self.layers:
             yield from (*layer.qkv, *layer.attn_output, *layer.gate, *layer.up, *layer.ffn_down)
             if layer.gate_up:
@@ -71,27 +85,44 @@ def pack_model(architecture: Architecture, packer: Packer) -> ModelWeights:
     """Packs every tensor that the architecture names."""
     a = architecture
     embedding = packer.pack(["token_embd.weight"])
-    layers = []
-    for i in range(a.n_layer):
-        name = f"blk.{i}.".__add__
-        qkv = ["attn_q", "attn_k", "attn_v"]
-        pair = packer.pack_pair(name("ffn_gate.weight"), name("ffn_up.weight"))
-        layers.append(
-            LayerWeights(
-                attn_norm=packer.vector(name("attn_norm.weight")),
-                qkv=packer.pack([name(part + ".weight") for part in qkv]),
-                bias=np.concatenate([packer.vector(name(part + ".bias")) for part in qkv]) if a.qkv_bias else None,
-                q_norm=packer.vector(name("attn_q_norm.weight")) if a.qk_norm else None,
-                k_norm=packer.vector(name("attn_k_norm.weight")) if a.qk_norm else None,
-                attn_output=packer.pack([name("attn_output.weight")]),
-                post_attention_norm=packer.vector(name("post_attention_norm.weight")) if a.post_norm else None,
-                ffn_norm=packer.vector(name("ffn_norm.weight")),
-                gate_up=pair,
-                gate=[] if pair else packer.pack([name("ffn_gate.weight")]),
-                up=[] if pair else packer.pack([name("ffn_up.weight")]),
-                ffn_down=packer.pack([name("ffn_down.weight")]),
-                post_ffw_norm=packer.vector(name("post_ffw_norm.weight")) if a.post_norm else None,
-            )
-        )
+    layers = [_pack_layer(a, layer, f"blk.{i}.", packer) for i, layer in enumerate(a.layers)]
     output = embedding if a.tied_head else packer.pack(["output.weight"])
-    return ModelWeights(embedding[0], layers, packer.vector("output_norm.weight"), output)
+    positions = packer.pack(["position_embd.weight"])[0] if "position_embd.weight" in a.outer else None
+    norm = _norm(a, packer, "output_norm", a.outer)
+    for vector in (norm.weight, norm.bias):
+        if vector is not None:
+            vector *= np.float32(a.logit_scale)
+    return ModelWeights(embedding[0], layers, norm, output, positions)
+
+
+def _pack_layer(a: Architecture, layer: Layer, prefix: str, packer: Packer) -> LayerWeights:
+    norms = {
+        name.removesuffix(".weight"): _norm(a, packer, prefix + name.removesuffix(".weight"), a.tensors())
+        for name in layer.tensors
+        if name.endswith(("norm.weight", "norm_2.weight"))
+    }
+    qkv = ["attn_qkv"] if layer.has("attn_qkv") else ["attn_q", "attn_k", "attn_v"]
+    gate, up = None, Rows(f"{prefix}ffn_up.weight", 0, layer.n_ff)
+    if layer.has("ffn_gate"):
+        gate = Rows(f"{prefix}ffn_gate.weight", 0, layer.n_ff)
+    elif layer.gate_is_fused:
+        gate, up = up, Rows(f"{prefix}ffn_up.weight", layer.n_ff, layer.n_ff)
+    pair = packer.pack_pair(gate, up) if gate else None
+    return LayerWeights(
+        norms,
+        qkv=packer.pack([f"{prefix}{part}.weight" for part in qkv]),
+        attn_output=packer.pack([f"{prefix}attn_output.weight"]),
+        gate_up=pair,
+        gate=packer.pack([gate]) if gate and not pair else [],
+        up=[] if pair else packer.pack([up]),
+        ffn_down=packer.pack([f"{prefix}ffn_down.weight"]),
+    )
+
+
+def _norm(a: Architecture, packer: Packer, name: str, tensors: Container[str]) -> Norm:
+    """A norm by its name; a layer norm without a bias has one of zeros."""
+    weight = packer.vector(f"{name}.weight")
+    if a.norm == "rms":
+        return Norm(weight)
+    bias = packer.vector(f"{name}.bias") if f"{name}.bias" in tensors else np.zeros_like(weight)
+    return Norm(weight, bias)

@@ -22,6 +22,7 @@ from edgert.backends.cpu.isa import Isa
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 Value = Any  # an llvmlite value
+ACTIVATIONS = ("silu", "gelu", "gelu_erf", "relu", "relu_sqr")
 
 
 class Var:
@@ -242,13 +243,39 @@ class Emitter:
         return self.b.select(self.b.fcmp_ordered("<", x, self.const(kind, -87.0)), self.zero(kind), result)
 
     def gate(self, activation: str, x: Value) -> Value:
-        """silu or gelu (tanh form): both are x * sigmoid(z)."""
+        """One of ACTIVATIONS."""
         kind, one = x.type, self.const(x.type, 1.0)
-        z = x
+        if activation in ("relu", "relu_sqr"):
+            positive = self.maximum(x, self.zero(kind))
+            return positive if activation == "relu" else self.b.fmul(positive, positive)
+        if activation == "gelu_erf":
+            half = self.b.fmul(x, self.const(kind, 0.5))
+            return self.fma(half, self.erf(self.b.fmul(x, self.const(kind, 0.7071067811865476))), half)
+        z = x  # the others are x * sigmoid(z)
         if activation == "gelu":
             cube = self.fma(self.b.fmul(x, x), self.const(kind, 0.044715), one)
             z = self.b.fmul(self.b.fmul(x, self.const(kind, 1.5957691216057308)), cube)
         return self.b.fdiv(x, self.b.fadd(one, self.exp(self.b.fsub(self.zero(kind), z))))
+
+    def erf(self, x: Value) -> Value:
+        """To within 2e-7. Source: Abramowitz and Stegun, 7.1.26."""
+        kind = x.type
+        magnitude = self.fabs(x)
+        one = self.const(kind, 1.0)
+        t = self.b.fdiv(one, self.fma(magnitude, self.const(kind, 0.3275911), one))
+        p = self.const(kind, 1.061405429)
+        for coefficient in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
+            p = self.fma(p, t, self.const(kind, coefficient))
+        decay = self.exp(self.b.fsub(self.zero(kind), self.b.fmul(x, x)))
+        result = self.b.fsub(one, self.b.fmul(self.b.fmul(p, t), decay))
+        negative = self.b.fcmp_ordered("<", x, self.zero(kind))
+        return self.b.select(negative, self.b.fsub(self.zero(kind), result), result)
+
+    def tanh(self, x: Value) -> Value:
+        """To within a few ulp of 1."""
+        kind, one = x.type, self.const(x.type, 1.0)
+        grown = self.exp(self.b.fmul(x, self.const(kind, 2.0)))
+        return self.b.fsub(one, self.b.fdiv(self.const(kind, 2.0), self.b.fadd(grown, one)))
 
     # bytes
     def look_up(self, table: Value, codes: Value) -> Value:

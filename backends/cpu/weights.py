@@ -24,18 +24,29 @@ FLOAT_CODECS = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True)
-class Part:
-    """Where a tensor of the file stands in a matrix: in the panels first, first + step, ..."""
+class Rows:
+    """Rows of a tensor of the file, from row `start` on."""
 
     name: str
-    n_rows: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where rows of the file's tensors stand in a matrix: in the panels first, first + step, ..."""
+
+    rows: Rows
     first: int
     step: int
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Packed weights, uint8; `n_panels` is even, the rows past `n_rows` are zeros."""
+    """Packed weights, uint8; `n_panels` is even, the rows past `n_rows` are zeros.
+
+    bias:  what products with it add, float32 of all rows of the panels, or None
+    """
 
     codec: str
     n_rows: int
@@ -43,11 +54,12 @@ class Matrix:
     n_panels: int
     data: NDArray[np.uint8]
     parts: tuple[Part, ...]
+    bias: NDArray[np.float32] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """The tensors in it."""
-        return tuple(part.name for part in self.parts)
+        return tuple(dict.fromkeys(part.rows.name for part in self.parts))
 
 
 class Packer:
@@ -86,15 +98,15 @@ class Packer:
             found.add(compiler.name_of("repack", format=codec.upper() if codec else tensor.format.name))
         return found
 
-    def pack(self, names: Sequence[str]) -> list[Matrix]:
+    def pack(self, names: Sequence[str | Rows]) -> list[Matrix]:
         """Packs tensors with equal columns one below the other; neighbours of the same codec become one matrix."""
-        groups: list[list[str]] = []
-        for name in names:
-            rows_before = self._file.tensor(groups[-1][-1]).n_rows if groups else 1
-            if groups and self._codec(groups[-1][-1]) == self._codec(name) and rows_before % self._isa.lanes == 0:
-                groups[-1].append(name)
+        groups: list[list[Rows]] = []
+        for rows in map(self._rows, names):
+            before = groups[-1][-1] if groups else None
+            if before and self._codec(before.name) == self._codec(rows.name) and before.count % self._isa.lanes == 0:
+                groups[-1].append(rows)
             else:
-                groups.append([name])
+                groups.append([rows])
         return [self._join(group, interleave=False) for group in groups]
 
     def pack_some(self, name: str, ids: NDArray[np.int64]) -> Matrix:
@@ -110,14 +122,19 @@ class Packer:
             rows[low:high] = raw[ids[low:high] - start]
         panels = n_panels(len(ids), 2 * lanes) * 2
         data = self._arena.take(panels * codec.panel_bytes(tensor.n_cols, lanes))
-        part = Part(name, len(ids), 0, 1)
-        matrix = Matrix(codec.name, len(ids), tensor.n_cols, panels, data, (part,))
+        part = Part(Rows(name, 0, len(ids)), 0, 1)
+        bias = self._bias([part.rows], panels)
+        if bias is not None:
+            bias[: len(ids)] = self._file.tensor(_bias_of(name)).rows(0, 1)[0][ids]
+        matrix = Matrix(codec.name, len(ids), tensor.n_cols, panels, data, (part,), bias)
         pack_rows(self._team, self._isa, tensor.format.name, rows, matrix, part)
         return matrix
 
-    def pack_pair(self, gate: str, up: str) -> Matrix | None:
-        """Packs two tensors with their panels in turn; None if their codecs differ."""
-        if self._codec(gate) != self._codec(up) or self._file.tensor(gate).n_rows % (2 * self._isa.lanes):
+    def pack_pair(self, gate: Rows, up: Rows) -> Matrix | None:
+        """Packs rows with their panels in turn; None if their codecs differ, or they have biases."""
+        if self._codec(gate.name) != self._codec(up.name) or gate.count % (2 * self._isa.lanes):
+            return None
+        if any(_bias_of(rows.name) in self._file.tensors for rows in (gate, up)):
             return None
         return self._join([gate, up], interleave=True)
 
@@ -128,46 +145,68 @@ class Packer:
         place[:] = values
         return place
 
+    def _rows(self, name: str | Rows) -> Rows:
+        return name if isinstance(name, Rows) else Rows(name, 0, self._file.tensor(name).n_rows)
+
     def _codec(self, name: str) -> str:
         return self._all_as or CODEC_OF[self._file.tensor(name).format.name]
 
-    def _join(self, names: list[str], interleave: bool) -> Matrix:
+    def _bias(self, group: Sequence[Rows], n_panels: int) -> NDArray[np.float32] | None:
+        """Those of rows one below the other, with zeros where there is none; None where none has any."""
+        if not any(_bias_of(rows.name) in self._file.tensors for rows in group):
+            return None
+        bias = self._arena.floats(n_panels * self._isa.lanes)
+        bias[:] = 0
+        at = 0
+        for rows in group:
+            if _bias_of(rows.name) in self._file.tensors:
+                values = self._file.tensor(_bias_of(rows.name)).rows(0, 1)[0]
+                bias[at : at + rows.count] = values[rows.start : rows.start + rows.count]
+            at += rows.count
+        return bias
+
+    def _join(self, group: list[Rows], interleave: bool) -> Matrix:
         lanes = self._isa.lanes
-        codec = CODECS[self._codec(names[0])]
-        tensors = [self._file.tensor(name) for name in names]
-        n_cols = tensors[0].n_cols
-        n_rows = sum(tensor.n_rows for tensor in tensors)
+        codec = CODECS[self._codec(group[0].name)]
+        n_cols = self._file.tensor(group[0].name).n_cols
+        n_rows = sum(rows.count for rows in group)
         panels = n_panels(n_rows, 2 * lanes) * 2
         data = self._arena.take(panels * codec.panel_bytes(n_cols, lanes))
         parts, first = [], 0
-        for i, tensor in enumerate(tensors):
-            at, step = (i, len(tensors)) if interleave else (first, 1)
-            parts.append(Part(tensor.name, tensor.n_rows, at, step))
-            first += n_panels(tensor.n_rows, lanes)
-        matrix = Matrix(codec.name, n_rows, n_cols, panels, data, tuple(parts))
-        for tensor, part in zip(tensors, parts, strict=True):
-            self._pack_tensor(tensor, matrix, part)
+        for i, rows in enumerate(group):
+            at, step = (i, len(group)) if interleave else (first, 1)
+            parts.append(Part(rows, at, step))
+            first += n_panels(rows.count, lanes)
+        matrix = Matrix(codec.name, n_rows, n_cols, panels, data, tuple(parts), self._bias(group, panels))
+        for part in parts:
+            self._pack_part(matrix, part)
         return matrix
 
-    def _pack_tensor(self, tensor: Any, matrix: Matrix, part: Part) -> None:
-        """Packs one tensor into its place, a few rows at a time."""
-        lanes = self._isa.lanes
+    def _pack_part(self, matrix: Matrix, part: Part) -> None:
+        """Packs rows of one tensor into their place, a few at a time."""
+        lanes, start = self._isa.lanes, part.rows.start
+        tensor: Any = self._file.tensor(part.rows.name)
         if self._all_as:
             rows_at_once = max(1, BUFFER_BYTES // (4 * matrix.n_cols * lanes)) * lanes
-            for row in range(0, tensor.n_rows, rows_at_once):
-                rows = encode(self._all_as, tensor.rows(row, min(row + rows_at_once, tensor.n_rows)))
+            for row in range(0, part.rows.count, rows_at_once):
+                stop = min(row + rows_at_once, part.rows.count)
+                rows = encode(self._all_as, tensor.rows(start + row, start + stop))
                 pack_rows(self._team, self._isa, self._all_as.upper(), rows, matrix, part, row)
             return
         rows_at_once = max(1, BUFFER_BYTES // (tensor.row_bytes * lanes)) * lanes
-        for row in range(0, tensor.n_rows, rows_at_once):
-            n_rows = min(rows_at_once, tensor.n_rows - row)
+        for row in range(0, part.rows.count, rows_at_once):
+            n_rows = min(rows_at_once, part.rows.count - row)
             n_bytes = n_rows * tensor.row_bytes
             if len(self._buffer) < n_bytes:
                 self._buffer = np.empty(n_bytes, np.uint8)
             raw = self._buffer[:n_bytes]
-            tensor.read_into(raw, row * tensor.row_bytes)
+            tensor.read_into(raw, (start + row) * tensor.row_bytes)
             check_finite(tensor, raw)
             pack_rows(self._team, self._isa, tensor.format.name, raw.reshape(n_rows, -1), matrix, part, row)
+
+
+def _bias_of(name: str) -> str:
+    return name.removesuffix("weight") + "bias"
 
 
 def pack_rows(

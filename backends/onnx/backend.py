@@ -15,13 +15,14 @@ from edgert.backends.onnx.providers import CPU, Device
 from edgert.backends.onnx.runner import FusedRunner, Runner, StaticRunner
 from edgert.backends.onnx.store import ModelFolder
 from edgert.devices import fitting, probe
-from edgert.errors import BackendUnavailableError, DoesNotFitError
+from edgert.errors import BackendUnavailableError, DoesNotFitError, UnsupportedFormatError
 from edgert.quantize.architecture import Architecture, describe
 from edgert.quantize.gguf_file import GGUFFile
 
 log = logging.getLogger(__name__)
 
 N_BATCH = 512
+QKV = tuple(f"attn_{part}.bias" for part in "qkv")
 
 
 class OnnxBackend(Backend):
@@ -50,6 +51,7 @@ class OnnxBackend(Backend):
         """Raises: BackendUnavailableError, DoesNotFitError, UnsupportedFormatError, ModelFileError."""
         found = providers.find(device)
         a = self.architecture = describe(file)
+        _check(file, a)
         self.n_vocab, self.n_ctx, self.n_seq_max = a.n_vocab, n_ctx or a.n_ctx_train, n_seq_max
         self.n_batch = min(n_batch, self.n_ctx)
         n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
@@ -183,6 +185,31 @@ class OnnxBackend(Backend):
         if self._runner is None:
             raise ValueError("the backend is closed")
         return self._runner
+
+
+def _check(file: GGUFFile, a: Architecture) -> None:
+    """What the graphs take for granted. Raises: UnsupportedFormatError that names what they lack."""
+    tensors = {name for layer in a.layers for name in layer.tensors} | set(a.outer)
+    biases = sorted(name for name in tensors if name.endswith(".bias") and not name.startswith(QKV))
+    lacks = {
+        "layer norms": a.norm != "rms",
+        f"the activation {a.activation}": a.activation not in ("silu", "gelu"),
+        f"biases ({', '.join(biases[:3])})": bool(biases),
+        "fused tensors": "attn_qkv.weight" in tensors or any(layer.gate_is_fused for layer in a.layers),
+        "feed-forward blocks without a gate": "ffn_gate.weight" not in tensors,
+        "blocks side by side": any(layer.parallel for layer in a.layers),
+        "blocks without a norm before them": not {"attn_norm.weight", "ffn_norm.weight"} <= tensors,
+        "norms of whole rows of q and k": any(
+            layer.tensors.get("attn_q_norm.weight", (a.head_dim,)) != (a.head_dim,) for layer in a.layers
+        ),
+        "heads that are rotated in part": any(layer.rope.n_dims != a.head_dim for layer in a.layers),
+        "scaled rotations": any(layer.rope.magnitude != 1.0 for layer in a.layers),
+        "a table of positions": "position_embd.weight" in tensors,
+        "scaled logits": a.logit_scale != 1.0,
+        "layers of different sizes": len({(x.n_head, x.n_head_kv, x.n_ff, *x.tensors) for x in a.layers}) > 1,
+    }
+    if reasons := [reason for reason, holds in lacks.items() if holds]:
+        raise UnsupportedFormatError(f"{file.path} ({a.name}) has {', '.join(reasons)}, which the onnx backend lacks.")
 
 
 def _check_fit(file: GGUFFile, a: Architecture, n_ctx: int, n_positions: int) -> None:

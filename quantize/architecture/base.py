@@ -2,119 +2,162 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-# name in the layer; rows and columns; the field of Architecture that asks for it ("": every family)
-LAYER_TENSORS = (
-    ("attn_norm.weight", "embd", ""),
-    ("attn_q.weight", "q embd", ""),
-    ("attn_q.bias", "q", "qkv_bias"),
-    ("attn_k.weight", "kv embd", ""),
-    ("attn_k.bias", "kv", "qkv_bias"),
-    ("attn_v.weight", "kv embd", ""),
-    ("attn_v.bias", "kv", "qkv_bias"),
-    ("attn_q_norm.weight", "head", "qk_norm"),
-    ("attn_k_norm.weight", "head", "qk_norm"),
-    ("attn_output.weight", "embd q", ""),
-    ("post_attention_norm.weight", "embd", "post_norm"),
-    ("ffn_norm.weight", "embd", ""),
-    ("ffn_gate.weight", "ff embd", ""),
-    ("ffn_up.weight", "ff embd", ""),
-    ("ffn_down.weight", "embd ff", ""),
-    ("post_ffw_norm.weight", "embd", "post_norm"),
-)
+Activation = Literal["silu", "gelu", "gelu_erf", "relu", "relu_sqr"]
+Shapes = Mapping[str, tuple[int, ...]]  # of tensors by name, rows first, in the order of the computation
 
 
 @dataclass(frozen=True)
 class Rope:
     """Rotary position embedding of one layer.
 
-    style:    "norm" rotates neighbours (2i, 2i+1), "neox" rotates (i, i + n_dims/2)
-    factors:  float32 (n_dims/2,) divisors of the frequencies (GGUF's rope_freqs.weight), or None
+    n_dims:     of a head, its first ones, that are rotated; 0: none
+    style:      "norm" rotates neighbours (2i, 2i+1), "neox" rotates (i, i + n_dims/2)
+    factors:    n_dims/2 divisors of the frequencies, or None
+    magnitude:  what cosines and sines are multiplied by
     """
 
     n_dims: int
     base: float
     style: Literal["norm", "neox"]
     scale: float = 1.0  # linear scaling: positions are multiplied by it
-    factors: NDArray[np.float32] | None = None
+    factors: tuple[float, ...] | None = None
+    magnitude: float = 1.0
 
     def frequencies(self) -> NDArray[np.float64]:
         """float64 (n_dims/2,): radians per position."""
         inverse = self.base ** (-np.arange(0, self.n_dims, 2, dtype=np.float64) / self.n_dims) * self.scale
-        return inverse if self.factors is None else inverse / self.factors
+        return inverse if self.factors is None else inverse / np.asarray(self.factors, np.float64)
+
+
+NO_ROPE = Rope(0, 1.0, "norm")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What may differ from layer to layer."""
+    """What may differ from layer to layer.
 
+    tensors:   by name in the layer; which there are says what is computed, as Architecture tells
+    window:    attention sees this many latest positions (itself included); 0: all
+    parallel:  the feed-forward block reads x as it is before the attention
+    """
+
+    n_head: int
+    n_head_kv: int
+    n_ff: int
+    tensors: Shapes
     rope: Rope
-    window: int = 0  # attention sees this many latest positions (itself included); 0: all
+    window: int = 0
+    parallel: bool = False
+
+    def has(self, name: str) -> bool:
+        """Whether it has the tensor name.weight."""
+        return f"{name}.weight" in self.tensors
+
+    @property
+    def attention_norm(self) -> str:
+        """The norm through which attention reads x, "" for none."""
+        return "attn_norm_2" if self.has("attn_norm_2") else "attn_norm" if self.has("attn_norm") else ""
+
+    @property
+    def feed_forward_norm(self) -> str:
+        """The norm through which the feed-forward block reads x, "" for none."""
+        return "ffn_norm" if self.has("ffn_norm") else "attn_norm" if self.parallel else ""
+
+    @property
+    def gate_is_fused(self) -> bool:
+        """ffn_up has the rows of the gate, then its own."""
+        return not self.has("ffn_gate") and self.tensors["ffn_up.weight"][0] == 2 * self.n_ff
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder-only transformer as GGUF stores it; names of sizes are GGUF's.
+    """A decoder-only transformer as GGUF stores it; names of sizes and of tensors are GGUF's.
 
-    A layer computes, with x the residual stream (n_embd):
-        h = rms_norm(x, attn_norm);  q, k, v = W h (+ biases);  q, k = rms_norm per head if qk_norm
-        x += post(Wo attention(rope(q) * attention_scale, rope(k), v))
-        h = rms_norm(x, ffn_norm);   x += post(W_down (activation(W_gate h) * (W_up h)))
-    with post = rms_norm by post_attention_norm / post_ffw_norm if post_norm, else the identity.
-    x starts as token_embd * embedding_scale; logits = output rms_norm(x, output_norm).
+    x starts as token_embd * embedding_scale (+ position_embd). A layer computes, each norm only where it has its
+    tensor, and every product with its bias where it has one:
+        h = norm(x, attn_norm);  q, k, v = W h, of attn_q, attn_k, attn_v or of attn_qkv, which are these three
+        q, k = norm(q, attn_q_norm), norm(k, attn_k_norm), of each head or of the whole row, as the norm is long
+        x += norm(W attention(rope(q) * attention_scale, rope(k), v), post_attention_norm)     W: attn_output
+        h = norm(x, ffn_norm);  u = activation(W h) * (W h), of ffn_gate and ffn_up, or of both halves of a double
+            ffn_up;  u = activation(W h) where there is no gate
+        x += norm(W u, post_ffw_norm)                                                             W: ffn_down
+    In a parallel layer both blocks read the x that came in, through one norm if there is no ffn_norm.
+    logits = output norm(x, output_norm) * logit_scale (+ output.bias).
     A softcapping c > 0 replaces scores or logits y by c * tanh(y / c).
+
+    outer:  the tensors that belong to no layer
+    norm:   "rms", or "layer": (x - mean) / deviation * weight + bias
     """
 
     name: str
     n_layer: int
     n_embd: int
-    n_ff: int
-    n_head: int
-    n_head_kv: int
     head_dim: int
     n_vocab: int
     n_ctx_train: int
     norm_eps: float
     attention_scale: float
     layers: tuple[Layer, ...]
-    activation: Literal["silu", "gelu"] = "silu"  # gelu: the tanh form
+    outer: Shapes
+    norm: Literal["rms", "layer"] = "rms"
+    activation: Activation = "silu"  # gelu: the tanh form
     embedding_scale: float = 1.0
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    post_norm: bool = False
-    tied_head: bool = False  # no output.weight: token_embd.weight serves
+    logit_scale: float = 1.0
     attn_logit_softcapping: float = 0.0
     final_logit_softcapping: float = 0.0
 
+    @property
+    def n_head(self) -> int:
+        """Of the layer that has most."""
+        return max(layer.n_head for layer in self.layers)
+
+    @property
+    def n_head_kv(self) -> int:
+        """Of the layer that has most."""
+        return max(layer.n_head_kv for layer in self.layers)
+
+    @property
+    def n_ff(self) -> int:
+        """Of the widest layer."""
+        return max(layer.n_ff for layer in self.layers)
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the products of q, k and v have biases."""
+        return self._has("attn_q.bias") or self._has("attn_qkv.bias")
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether q and k are normed."""
+        return self._has("attn_q_norm.weight")
+
+    @property
+    def post_norm(self) -> bool:
+        """Whether what a block adds to x is normed."""
+        return self._has("post_attention_norm.weight") or self._has("post_ffw_norm.weight")
+
+    @property
+    def tied_head(self) -> bool:
+        """Whether token_embd.weight serves as output.weight."""
+        return "output.weight" not in self.outer
+
+    def _has(self, name: str) -> bool:
+        return any(name in layer.tensors for layer in self.layers)
+
     def layer_tensors(self, i: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes (rows first) of what layer i needs, in the order of the computation."""
-        sizes = {
-            "embd": self.n_embd,
-            "q": self.n_head * self.head_dim,
-            "kv": self.n_head_kv * self.head_dim,
-            "head": self.head_dim,
-            "ff": self.n_ff,
-        }
-        return {
-            f"blk.{i}.{name}": tuple(sizes[size] for size in shape.split())
-            for name, shape, condition in LAYER_TENSORS
-            if not condition or getattr(self, condition)
-        }
+        return {f"blk.{i}.{name}": shape for name, shape in self.layers[i].tensors.items()}
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes (rows first) of all that the model needs, in the order of the computation."""
-        needed: dict[str, tuple[int, ...]] = {"token_embd.weight": (self.n_vocab, self.n_embd)}
-        factors = next((layer.rope.factors for layer in self.layers if layer.rope.factors is not None), None)
-        if factors is not None:
-            needed["rope_freqs.weight"] = factors.shape
+        needed = {name: shape for name, shape in self.outer.items() if not name.startswith("output")}
         for i in range(self.n_layer):
             needed |= self.layer_tensors(i)
-        needed["output_norm.weight"] = (self.n_embd,)
-        if not self.tied_head:
-            needed["output.weight"] = (self.n_vocab, self.n_embd)
-        return needed
+        return needed | dict(self.outer)

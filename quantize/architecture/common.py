@@ -5,35 +5,19 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from edgert.errors import ModelFileError, UnsupportedFormatError
-from edgert.quantize.architecture.base import LAYER_TENSORS, Architecture, Layer, Rope
+from edgert.quantize.architecture.base import NO_ROPE, Activation, Architecture, Layer, Rope, Shapes
 from edgert.quantize.gguf_file import Model
 
 log = logging.getLogger("edgert")
 
 ESSENTIAL_TOKENS = ("bos", "eos", "unknown", "eot", "eom")
-# Parts of layers that change the result: a file that has them must not run without them.
-UNSUPPORTED_PARTS = (
-    *(
-        "attn_output.bias",
-        "ffn_gate.bias",
-        "ffn_up.bias",
-        "ffn_down.bias",
-        "attn_qkv.weight",
-        "attn_qkv.bias",
-    ),
-    *("ffn_gate_inp.weight", "attn_sinks.weight", "attn_norm.bias", "ffn_norm.bias", "attn_gate.weight"),
-)
-UNSUPPORTED_TENSORS = (
-    "output.bias",
-    "output_norm.bias",
-    "rope_factors_long.weight",
-    "rope_factors_short.weight",
-)
+UNUSED = ("attn_rot_embd.weight",)  # of layers, by name: in old files, and read by nobody
 
 
 class Keys:
@@ -68,6 +52,17 @@ class Keys:
             raise self.error(key, f"is {value}, and must be {least} or more")
         return value
 
+    def of_layers(self, key: str, n_layer: int, default: int | None = None) -> list[int]:
+        """An integer of each layer: the file has one for all, or an array."""
+        value = self.raw(key)
+        if not isinstance(value, list) or len(set(map(str, value))) < 2:
+            return [self.integer(key, default)] * n_layer
+        if len(value) != n_layer:
+            raise self.error(key, f"has {len(value)} entries for {n_layer} layers")
+        if any(type(entry) is not int or entry < 1 for entry in value):
+            raise self.error(key, "holds what is no positive integer")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
         value = self.file.get(self.name(key), float, *([] if default is None else [default]))
@@ -86,17 +81,24 @@ def warn_default(file: Model[Any], key: str, value: object) -> None:
 def describe(
     file: Model[Any],
     *,
-    rope_style: Literal["norm", "neox"],
+    rope_style: Literal["norm", "neox"] | None,
     rope_base: float = 10_000.0,
-    activation: Literal["silu", "gelu"] = "silu",
-    qkv_bias: bool | None = None,
+    norm: Literal["rms", "layer"] = "rms",
+    norms: Sequence[str] = ("attn_norm", "ffn_norm"),
     qk_norm: bool = False,
-    post_norm: bool = False,
+    qkv_bias: bool = False,
+    gated: bool = True,
+    activation: Activation = "silu",
+    parallel: bool = False,
 ) -> Architecture:
-    """The description of a family whose layers are all alike, checked against the file.
+    """The description of a family whose layers are alike but for their sizes, checked against the file.
 
-    rope_base:  what the family's models were trained with when the file does not say, with a warning
-    qkv_bias:   None: when the file has them
+    Fused tensors take the place of their parts, and biases are added, where the file has them.
+
+    rope_style:  None: nothing is rotated
+    rope_base:   what the family's models were trained with when the file does not say, with a warning
+    norms:       those that a layer has
+    qkv_bias:    whether q, k and v must have biases
 
     Raises: ModelFileError, UnsupportedFormatError.
     """
@@ -107,30 +109,36 @@ def describe(
     if n_layer > len(file.tensors):
         raise keys.error("block_count", f"is {n_layer}, and the file has {len(file.tensors)} tensors")
     n_embd = keys.integer("embedding_length")
-    n_head = keys.integer("attention.head_count")
-    n_head_kv = keys.integer("attention.head_count_kv", default=n_head)
-    if n_head % n_head_kv:
-        raise keys.error("attention.head_count", f"is {n_head}, no multiple of head_count_kv = {n_head_kv}")
-    head_dim = _head_dim(keys, n_embd, n_head)
-    biases = [f"blk.0.attn_{part}.bias" for part in "qkv"]
+    n_head = keys.of_layers("attention.head_count", n_layer)
+    groups = keys.raw("attention.head_count_kv") is not None
+    n_head_kv = keys.of_layers("attention.head_count_kv", n_layer) if groups else n_head
+    for all_heads, kv_heads in zip(n_head, n_head_kv, strict=True):
+        if all_heads % kv_heads:
+            raise keys.error("attention.head_count", f"is {all_heads}, no multiple of head_count_kv = {kv_heads}")
+    head_dim = _head_dim(keys, n_embd, n_head[0])
+    n_vocab = _n_vocab(keys)
+    stored = {name.split(".", 2)[2]: tensor.shape for name, tensor in file.tensors.items() if name.startswith("blk.")}
+    if qkv_bias and "attn_qkv.weight" not in stored:
+        stored["attn_q.bias"] = ()
+    rope = NO_ROPE if rope_style is None else _rope(keys, rope_style, rope_base, head_dim)
+    layers = []
+    for heads, heads_kv, n_ff in zip(n_head, n_head_kv, keys.of_layers("feed_forward_length", n_layer), strict=True):
+        q, kv = heads * head_dim, heads_kv * head_dim
+        tensors = _layer_tensors(n_embd, q, kv, n_ff, head_dim, norms, qk_norm, gated, stored)
+        layers.append(Layer(heads, heads_kv, n_ff, _with_biases(tensors, stored, norm), rope, parallel=parallel))
     architecture = Architecture(
         name=keys.family,
         n_layer=n_layer,
         n_embd=n_embd,
-        n_ff=keys.integer("feed_forward_length"),
-        n_head=n_head,
-        n_head_kv=n_head_kv,
         head_dim=head_dim,
-        n_vocab=_n_vocab(keys),
+        n_vocab=n_vocab,
         n_ctx_train=keys.integer("context_length"),
-        norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
+        norm_eps=keys.number("attention.layer_norm_rms_epsilon" if norm == "rms" else "attention.layer_norm_epsilon"),
         attention_scale=1 / math.sqrt(head_dim),
-        layers=(Layer(_rope(keys, rope_style, rope_base, head_dim)),) * n_layer,
+        layers=tuple(layers),
+        outer=_outer_tensors(file, n_vocab, n_embd, norm, rope),
+        norm=norm,
         activation=activation,
-        qkv_bias=any(name in file.tensors for name in biases) if qkv_bias is None else qkv_bias,
-        qk_norm=qk_norm,
-        post_norm=post_norm,
-        tied_head="output.weight" not in file.tensors,
         attn_logit_softcapping=keys.number("attn_logit_softcapping", default=0.0),
         final_logit_softcapping=keys.number("final_logit_softcapping", default=0.0),
     )
@@ -139,19 +147,80 @@ def describe(
     return architecture
 
 
+def _layer_tensors(
+    n_embd: int,
+    q: int,
+    kv: int,
+    n_ff: int,
+    head_dim: int,
+    norms: Sequence[str],
+    qk_norm: bool,
+    gated: bool,
+    stored: Shapes,
+) -> Shapes:
+    """Names and shapes of a layer's weights, in the order of the computation.
+
+    q, kv:   elements of all heads of q, and of those of k
+    stored:  what some layer of the file has: fused tensors take the place of their parts
+    """
+    shapes: dict[str, tuple[int, ...]] = {name: (n_embd,) for name in ("attn_norm", "attn_norm_2") if name in norms}
+    if "attn_qkv.weight" in stored:
+        shapes["attn_qkv"] = (q + 2 * kv, n_embd)
+    else:
+        shapes |= {"attn_q": (q, n_embd), "attn_k": (kv, n_embd), "attn_v": (kv, n_embd)}
+    if qk_norm:
+        shapes |= {"attn_q_norm": (head_dim,), "attn_k_norm": (head_dim,)}
+    shapes["attn_output"] = (n_embd, q)
+    shapes |= {name: (n_embd,) for name in ("post_attention_norm", "ffn_norm") if name in norms}
+    is_fused = gated and "ffn_gate.weight" not in stored and stored.get("ffn_up.weight") == (2 * n_ff, n_embd)
+    if gated and not is_fused:
+        shapes["ffn_gate"] = (n_ff, n_embd)
+    shapes["ffn_up"] = (2 * n_ff if is_fused else n_ff, n_embd)
+    shapes["ffn_down"] = (n_embd, n_ff)
+    shapes |= {name: (n_embd,) for name in ("post_ffw_norm",) if name in norms}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def _with_biases(weights: Shapes, stored: Shapes, norm: str) -> Shapes:
+    """Adds the biases that some layer of the file has, of q, k and v all or none; rms norms have none."""
+    together = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in weights.items():
+        shapes[name] = shape
+        bias = name.removesuffix("weight") + "bias"
+        found = any(other in stored for other in (together if bias in together else (bias,)))
+        if found and (norm == "layer" or not name.endswith("norm.weight")):
+            shapes[bias] = shape[:1]
+    return shapes
+
+
+def _outer_tensors(file: Model[Any], n_vocab: int, n_embd: int, norm: str, rope: Rope) -> Shapes:
+    """Names and shapes of what belongs to no layer."""
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (n_vocab, n_embd)}
+    if rope.factors is not None:
+        shapes["rope_freqs.weight"] = (rope.n_dims // 2,)
+    shapes["output_norm.weight"] = (n_embd,)
+    if norm == "layer" and "output_norm.bias" in file.tensors:
+        shapes["output_norm.bias"] = (n_embd,)
+    if "output.weight" in file.tensors:
+        shapes["output.weight"] = (n_vocab, n_embd)
+        if "output.bias" in file.tensors:
+            shapes["output.bias"] = (n_vocab,)
+    return shapes
+
+
 def _head_dim(keys: Keys, n_embd: int, n_head: int) -> int:
     if keys.raw("attention.key_length") is None and n_embd % n_head:
         raise keys.error("embedding_length", f"is {n_embd}, no multiple of head_count = {n_head}")
     head_dim = keys.integer("attention.key_length", default=n_embd // n_head)
     if head_dim % 2:
         raise keys.error("attention.key_length", f"is {head_dim}, and must be even")
-    for key in ("attention.value_length", "rope.dimension_count"):
-        value = keys.integer(key, default=head_dim)
-        if value != head_dim:
-            raise UnsupportedFormatError(
-                f"{keys.file.path}: {keys.name(key)} is {value} and a head has {head_dim} elements; "
-                "edgert runs models where they are equal."
-            )
+    value = keys.integer("attention.value_length", default=head_dim)
+    if value != head_dim:
+        raise UnsupportedFormatError(
+            f"{keys.file.path}: {keys.name('attention.value_length')} is {value} and a head has {head_dim} elements; "
+            "edgert runs models where they are equal."
+        )
     return head_dim
 
 
@@ -171,8 +240,14 @@ def _n_vocab(keys: Keys) -> int:
     return n_vocab
 
 
-def _rope(keys: Keys, style: Literal["norm", "neox"], default_base: float, n_dims: int) -> Rope:
+def _rope(keys: Keys, style: Literal["norm", "neox"], default_base: float, head_dim: int) -> Rope:
     """Base, linear scaling and the factors of rope_freqs.weight (llama-3 scaling)."""
+    n_dims = keys.integer("rope.dimension_count", default=head_dim)
+    if n_dims % 2 or n_dims > head_dim:
+        raise UnsupportedFormatError(
+            f"{keys.file.path}: {keys.name('rope.dimension_count')} is {n_dims} and a head has {head_dim} elements; "
+            "edgert rotates an even part of them."
+        )
     base = keys.number("rope.freq_base", default=default_base)
     if keys.raw("rope.freq_base") is None:
         warn_default(keys.file, keys.name("rope.freq_base"), default_base)
@@ -191,7 +266,7 @@ def _rope(keys: Keys, style: Literal["norm", "neox"], default_base: float, n_dim
     return Rope(n_dims, base, style, scale, _rope_factors(keys.file, n_dims))
 
 
-def _rope_factors(file: Model[Any], n_dims: int) -> np.ndarray | None:
+def _rope_factors(file: Model[Any], n_dims: int) -> tuple[float, ...] | None:
     if "rope_freqs.weight" not in file.tensors:
         return None
     tensor = file.tensors["rope_freqs.weight"]
@@ -200,7 +275,7 @@ def _rope_factors(file: Model[Any], n_dims: int) -> np.ndarray | None:
     factors = tensor.dequantize()
     if not (np.isfinite(factors).all() and (factors > 0).all()):
         raise ModelFileError(f"{file.path}: rope_freqs.weight holds factors that are not positive numbers.")
-    return factors
+    return tuple(factors.tolist())
 
 
 def _check_tensors(file: Model[Any], architecture: Architecture) -> None:
@@ -211,11 +286,10 @@ def _check_tensors(file: Model[Any], architecture: Architecture) -> None:
         if found != shape:
             raise _wrong_shape(file, name, found, shape)
     extra = [name for name in file.tensors if name not in needed]
-    parts = {*UNSUPPORTED_PARTS, *(row[0] for row in LAYER_TENSORS)}
     for name in extra:
         layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-        in_layer = layer is not None and int(layer[1]) < architecture.n_layer and layer[2] in parts
-        if in_layer or name in UNSUPPORTED_TENSORS:
+        in_layer = layer is not None and int(layer[1]) < architecture.n_layer and layer[2] not in UNUSED
+        if in_layer or name.startswith(("output", "rope_f", "position_embd", "token_embd_norm")):
             raise UnsupportedFormatError(
                 f"{file.path} has the tensor {name!r}, which edgert's {architecture.name} does not know: "
                 "without it the answers would be wrong."
@@ -245,3 +319,18 @@ def _check_token_ids(file: Model[Any], n_vocab: int) -> None:
                     "convert the model anew."
                 )
             log.warning("%s: %s is %d, outside the vocabulary of %d: ignored", file.path, key, token, n_vocab)
+
+
+def local_layers(keys: Keys, n_layer: int, period: int) -> list[bool]:
+    """Which layers see a window only: GGUF stores a period, a flag for each layer, or nothing.
+
+    period:  when the file does not say: of so many layers the last one sees the whole text
+    """
+    key = "attention.sliding_window_pattern"
+    flags = keys.raw(key)
+    if isinstance(flags, list):
+        if len(flags) != n_layer:
+            raise keys.error(key, f"has {len(flags)} entries for {n_layer} layers")
+        return [bool(flag) for flag in flags]
+    period = keys.integer(key, default=period)
+    return [i % period < period - 1 for i in range(n_layer)]

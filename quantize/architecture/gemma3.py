@@ -31,8 +31,8 @@ def describe(file: Model[Any]) -> Architecture:
         rope_style="neox",
         rope_base=1_000_000.0,
         activation="gelu",
+        norms=("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"),
         qk_norm=True,
-        post_norm=True,
     )
     n_layer, n_embd = common_part.n_layer, common_part.n_embd
     scale = common_part.attention_scale
@@ -57,22 +57,8 @@ def _layers(keys: common.Keys, full: tuple[Layer, ...]) -> tuple[Layer, ...]:
         )
     if window == 0:
         return full
-    rope = Rope(
-        full[0].rope.n_dims,
-        keys.number("rope.freq_base_swa", default=LOCAL_ROPE_BASE),
-        "neox",
+    base = keys.number("rope.freq_base_swa", default=LOCAL_ROPE_BASE)
+    return tuple(
+        replace(layer, window=window, rope=Rope(layer.rope.n_dims, base, "neox")) if is_local else layer
+        for layer, is_local in zip(full, common.local_layers(keys, n_layer, PATTERN), strict=True)
     )
-    local = Layer(rope, window)
-    return tuple(local if is_local else layer for layer, is_local in zip(full, _pattern(keys, n_layer), strict=True))
-
-
-def _pattern(keys: common.Keys, n_layer: int) -> list[bool]:
-    """Which layers are local: GGUF stores a period, a flag for each layer, or nothing."""
-    key = "attention.sliding_window_pattern"
-    flags = keys.raw(key)
-    if isinstance(flags, list):
-        if len(flags) != n_layer:
-            raise keys.error(key, f"has {len(flags)} entries for {n_layer} layers")
-        return [bool(flag) for flag in flags]
-    period = keys.integer(key, default=PATTERN)
-    return [i % period < period - 1 for i in range(n_layer)]

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import ModelFileError, UnsupportedFormatError
-from edgert.quantize.architecture.base import LAYER_TENSORS
 from edgert.quantize.checkpoint.config import Config
 from edgert.quantize.checkpoint.families import OUTER_NAMES, Family
 from edgert.quantize.checkpoint.hyperparameters import Sizes
@@ -18,6 +17,25 @@ from edgert.quantize.checkpoint.safetensors import Entry
 from edgert.quantize.formats import FORMATS
 from edgert.quantize.source_tensor import SourceTensor
 
+# name in the layer; rows and columns; the field of Family that asks for it ("": every family)
+LAYER_TENSORS = (
+    ("attn_norm.weight", "embd", ""),
+    ("attn_q.weight", "q embd", ""),
+    ("attn_q.bias", "q", "qkv_bias"),
+    ("attn_k.weight", "kv embd", ""),
+    ("attn_k.bias", "kv", "qkv_bias"),
+    ("attn_v.weight", "kv embd", ""),
+    ("attn_v.bias", "kv", "qkv_bias"),
+    ("attn_q_norm.weight", "head", "qk_norm"),
+    ("attn_k_norm.weight", "head", "qk_norm"),
+    ("attn_output.weight", "embd q", ""),
+    ("post_attention_norm.weight", "embd", "post_norm"),
+    ("ffn_norm.weight", "embd", ""),
+    ("ffn_gate.weight", "ff embd", ""),
+    ("ffn_up.weight", "ff embd", ""),
+    ("ffn_down.weight", "embd ff", ""),
+    ("post_ffw_norm.weight", "embd", "post_norm"),
+)
 _FLOATS = ("F32", "F16", "BF16")
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 # What a checkpoint may hold besides the weights of the text model.

@@ -192,12 +192,19 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[EdgertError], str]] = {
     ),
     "ff": ("llama", {"llama.feed_forward_length": 256}, ModelFileError, r"ffn_gate.weight.*\(192, 128\)"),
     "value heads": ("qwen3", {"qwen3.attention.value_length": 16}, UnsupportedFormatError, "value_length"),
-    "partial rotation": ("llama", {"llama.rope.dimension_count": 16}, UnsupportedFormatError, "dimension_count"),
+    "odd rotation": ("llama", {"llama.rope.dimension_count": 15}, UnsupportedFormatError, "dimension_count"),
     "yarn": ("qwen2", {"qwen2.rope.scaling.type": "yarn"}, UnsupportedFormatError, "yarn"),
     "longrope": ("llama", {"llama.rope.scaling.type": "longrope"}, UnsupportedFormatError, "longrope"),
     "rope of no base": ("llama", {"llama.rope.freq_base": 0.0}, ModelFileError, "rope.freq_base"),
     "experts": ("llama", {"llama.expert_count": 8}, UnsupportedFormatError, "experts"),
-    "layers that differ": ("llama", {"llama.attention.head_count_kv": [2, 4]}, UnsupportedFormatError, "2 to 4"),
+    "layers that differ": ("llama", {"llama.context_length": [2, 4]}, UnsupportedFormatError, "2 to 4"),
+    "heads of one layer": (
+        "llama",
+        {"llama.attention.head_count_kv": [2, 4]},
+        ModelFileError,
+        r"blk\.1\.attn_k\.weight.*\(64, 128\).*\(128, 128\)",
+    ),
+    "heads of other layers": ("llama", {"llama.attention.head_count_kv": [1, 2, 4]}, ModelFileError, "3 entries for 2"),
     "eos": ("llama", {"tokenizer.ggml.eos_token_id": 2**32 - 1}, ModelFileError, "eos_token_id is 4294967295.*384"),
     "bos": ("gemma3", {"tokenizer.ggml.bos_token_id": 384}, ModelFileError, "bos_token_id is 384.*384"),
     "unk": ("gemma3", {"tokenizer.ggml.unknown_token_id": 2**31}, ModelFileError, "unknown_token_id is 2147483648"),
@@ -234,6 +241,8 @@ def test_each_missing_tensor_is_named(family: str, tmp_path: Path) -> None:
 def test_some_biases_are_not_enough(tiny: Make) -> None:
     with pytest.raises(ModelFileError, match=r"blk\.1\.attn_k\.bias"):
         tiny("llama", bias=True, omit=["blk.1.attn_k.bias"])
+    with pytest.raises(ModelFileError, match=r"blk\.1\.attn_output\.bias"):
+        tiny("llama", weights={"blk.0.attn_output.bias": np.ones(128, np.float32)})
 
 
 def test_unknown_tensors_warn(tiny: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -246,9 +255,10 @@ def test_unknown_tensors_warn(tiny: Make, caplog: pytest.LogCaptureFixture) -> N
 @pytest.mark.parametrize(
     ("family", "name", "shape"),
     [
-        ("llama", "blk.0.attn_output.bias", (128,)),
+        ("llama", "blk.0.attn_norm.bias", (128,)),
         ("llama", "blk.1.attn_q_norm.weight", (32,)),
-        ("qwen2", "output.bias", (384,)),
+        ("llama", "blk.1.attn_gate.weight", (32, 128)),
+        ("gemma3", "output.bias", (384,)),
         ("qwen3", "blk.0.post_ffw_norm.weight", (128,)),
         ("llama", "rope_factors_long.weight", (16,)),
     ],

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from edgert.backends.cpu.isa import Isa
-from edgert.backends.cpu.simd import double_at, put_real, word
+from edgert.backends.cpu.simd import double_at, put_real, real_of_bits, word
 
 ARGUMENTS = (
     "positions",  # int64 (n_tokens)
@@ -16,6 +16,7 @@ ARGUMENTS = (
     "frequencies",  # float64 (half), radians per position
     "half",
     "out",  # float32 (n_tokens, 2, half)
+    "magnitude",  # float32 bits: what all are multiplied by
 )
 
 
@@ -25,12 +26,13 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
     def angles(thread, n_threads, a):
         n_tokens, half = word(word(a, 1), 0), word(a, 3)
         n_units = n_tokens * half
+        magnitude = real_of_bits(word(a, 5))
         for unit in range(n_units * thread // n_threads, n_units * (thread + 1) // n_threads):
             token = unit // half
             i = unit - token * half
             angle = word(word(a, 0), token) * double_at(word(a, 2), i)
             out = word(a, 4) + token * half * 8
-            put_real(out, i, np.float32(math.cos(angle)))
-            put_real(out, half + i, np.float32(math.sin(angle)))
+            put_real(out, i, np.float32(math.cos(angle)) * magnitude)
+            put_real(out, half + i, np.float32(math.sin(angle)) * magnitude)
 
     return angles

@@ -1,4 +1,4 @@
-"""Looks up the rows of the embedding for a step's tokens, in whatever layout its panels have."""
+"""Looks up the rows of a table for a step's tokens or positions, in whatever layout its panels have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgert.backends.cpu.layouts import BLOCK, CODECS, Codec
 from edgert.backends.cpu.simd import byte_at, half_at, put_real, real_of_bits, u16_at, u32_at, word
 
 ARGUMENTS = (
-    "tokens",  # int64 (n_tokens)
+    "tokens",  # int64 (n_tokens), or their positions
     "n_tokens_at",
     "weights",  # panels of the embedding
     "n_cols",
@@ -22,12 +22,16 @@ ARGUMENTS = (
 )
 
 
-def build(isa: Isa, codec: str) -> Callable[[int, int, int], None]:
-    """Units of work are (token, block of 32)."""
+def build(isa: Isa, codec: str, adds: str = "no") -> Callable[[int, int, int], None]:
+    """Units of work are (token, block of 32).
+
+    adds:  "yes": rows are added to what is in x
+    """
     kind = CODECS[codec]
+    put = _add if adds == "yes" else put_real
     lanes = isa.lanes
     row_bytes = kind.panel_bytes(BLOCK, lanes)
-    unpack = _float_unpacker(kind, lanes) if kind.is_float else _code_unpacker(kind, isa)
+    unpack = _float_unpacker(kind, lanes, put) if kind.is_float else _code_unpacker(kind, isa, put)
 
     def embed(thread, n_threads, a):
         n_blocks = word(a, 3) // BLOCK
@@ -43,7 +47,12 @@ def build(isa: Isa, codec: str) -> Callable[[int, int, int], None]:
     return embed
 
 
-def _float_unpacker(codec: Codec, lanes: int) -> Any:
+@numba.njit(error_model="numpy", forceinline=True)
+def _add(address, index, value):
+    put_real(address, index, real_of_bits(u32_at(address + 4 * index)) + value)
+
+
+def _float_unpacker(codec: Codec, lanes: int, put: Any) -> Any:
     is_f32, is_bf16 = codec.name == "f32", codec.name == "bf16"
 
     @numba.njit(error_model="numpy", forceinline=True)
@@ -56,12 +65,12 @@ def _float_unpacker(codec: Codec, lanes: int) -> Any:
                 value = real_of_bits(u16_at(block + at * 2) << 16)
             else:
                 value = half_at(block + at * 2)
-            put_real(out, i, value * scale)
+            put(out, i, value * scale)
 
     return unpack
 
 
-def _code_unpacker(codec: Codec, isa: Isa) -> Any:
+def _code_unpacker(codec: Codec, isa: Isa, put: Any) -> Any:
     lanes, bits, group, has_min, offset = isa.lanes, codec.bits, codec.group, codec.has_min, codec.offset
     table = np.array(codec.table or (0,), np.float32)
     has_table = bool(codec.table)
@@ -88,6 +97,6 @@ def _code_unpacker(codec: Codec, isa: Isa) -> Any:
             value = d * (table[code] if has_table else np.float32(code - offset))
             if has_min:
                 value += half_at(block + scales_at + 2 * (lanes + lane))
-            put_real(out, i, value * scale)
+            put(out, i, value * scale)
 
     return unpack

@@ -8,7 +8,7 @@ from typing import Any
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.kernels.panel import float_panel_product, panel_product
 from edgert.backends.cpu.layouts import BLOCK, CODECS, WORDS_BYTES, Codec
-from edgert.backends.cpu.simd import Emitter, Value, emitted, word
+from edgert.backends.cpu.simd import ACTIVATIONS, Emitter, Value, emitted, word
 
 # Places of the arguments (int64 each).
 ARGUMENTS = (
@@ -22,21 +22,24 @@ ARGUMENTS = (
     "n_tokens_at",  # address of the int64 number of tokens of this step
     "private",  # bytes between the threads' own copies of x and words (0: shared)
     "first_row_at",  # address of the int64 row of y at which the tokens start
+    "bias",  # float32 (n_panels, lanes), where there is one
 )
 
 
-def build(isa: Isa, codec: str, width: str, epilogue: str) -> Callable[[int, int, int], None]:
+def build(isa: Isa, codec: str, width: str, epilogue: str, bias: str = "no") -> Callable[[int, int, int], None]:
     """A product kernel.
 
     width:     tokens that run together, each weight unpacked once for all of them; the last run may reach past
                n_tokens, so x and y have `width` rows to spare
-    epilogue:  "store" writes y; "add" adds to y; "silu" and "gelu" take panels in pairs, gate and up, and write
+    epilogue:  "store" writes y; "add" adds to y; an activation takes panels in pairs, gate and up, and writes
                activation(gate) * up
+    bias:      "yes" adds the bias to what is stored or added
     """
     kind = CODECS[codec]
     tile = int(width)
-    pair = 2 if epilogue in ("silu", "gelu") else 1
-    run = _panels_times_tokens(isa, kind, tile, epilogue)
+    pair = 2 if epilogue in ACTIVATIONS else 1
+    has_bias = bias == "yes"
+    run = _panels_times_tokens(isa, kind, tile, epilogue, has_bias)
     x_bytes = 4 if kind.is_float else 1
     panel_row = kind.panel_bytes(BLOCK, isa.lanes)
     lanes = isa.lanes
@@ -64,12 +67,13 @@ def build(isa: Isa, codec: str, width: str, epilogue: str) -> Callable[[int, int
                     words_stride,
                     y + t * y_stride + unit * lanes * 4,
                     y_stride,
+                    word(a, 10) + unit * lanes * 4 if has_bias else 0,
                 )
 
     return product
 
 
-def _panels_times_tokens(isa: Isa, codec: Codec, n_tokens: int, epilogue: str) -> Any:
+def _panels_times_tokens(isa: Isa, codec: Codec, n_tokens: int, epilogue: str, has_bias: bool) -> Any:
     """One panel (or pair) times n_tokens tokens, then the epilogue."""
 
     def products(e: Emitter, panel: Value, x: Value, words: Value, n_cols: Value, xs: Value, ws: Value) -> list[Value]:
@@ -77,17 +81,19 @@ def _panels_times_tokens(isa: Isa, codec: Codec, n_tokens: int, epilogue: str) -
             return float_panel_product(e, codec, n_tokens, panel, x, n_cols, xs)
         return panel_product(e, codec, n_tokens, panel, x, words, e.b.sdiv(n_cols, e.i64(BLOCK)), xs, ws)
 
-    def finish(e: Emitter, panel, x, words, n_cols, x_stride, words_stride, y, y_stride) -> None:  # type: ignore[no-untyped-def]
+    def finish(e: Emitter, panel, x, words, n_cols, x_stride, words_stride, y, y_stride, bias) -> None:  # type: ignore[no-untyped-def]
         results = products(e, panel, x, words, n_cols, x_stride, words_stride)
-        if epilogue in ("silu", "gelu"):
+        if epilogue in ACTIVATIONS:
             bytes_32 = codec.panel_bytes(BLOCK, e.lanes)
             second = e.add(panel, e.b.sdiv(e.mul(n_cols, bytes_32), e.i64(BLOCK)))
             ups = products(e, second, x, words, n_cols, x_stride, words_stride)
             results = [e.b.fmul(e.gate(epilogue, gate), up) for gate, up in zip(results, ups, strict=True)]
+        if has_bias:
+            results = [e.b.fadd(value, e.load(e.vf, bias)) for value in results]
         for t, value in enumerate(results):
             place = e.add(y, e.mul(y_stride, t))
             if epilogue == "add":
                 value = e.b.fadd(value, e.load(e.vf, place))
             e.store(value, place)
 
-    return emitted(isa, 8, finish)
+    return emitted(isa, 9, finish)

@@ -1,4 +1,4 @@
-"""From the q, k, v product to the attention's inputs: bias, norm of each head, rotation, and the write to the cache.
+"""From the q, k, v product to the attention's inputs: norm of each head, rotation, and the write to the cache.
 
 Where keys of the cache are rotated by `hadamard.py` so are the queries, which leaves their products as they are;
 rotated values come out of the attention rotated, and what reads its results turns them back.
@@ -29,7 +29,6 @@ ARGUMENTS = (
     "values",
     "page_stride",  # bytes from a page to the next
     "angles",  # float32 (n_tokens, 2, n_rot / 2): cosines, sines
-    "bias",  # float32 (n_head + 2 n_head_kv, head_dim) or 0
     "q_norm",  # float32 (head_dim) or 0
     "k_norm",
     "eps",  # float32 bits
@@ -43,7 +42,6 @@ def build(
 ) -> Callable[[int, int, int], None]:
     """A kernel for one shape of heads; units of work are (token, head)."""
     heads, heads_kv, dim, rotated = int(n_head), int(n_head_kv), int(head_dim), int(n_rot)
-    add_bias = emitted(isa, 2, lambda e, x, bias: _add_bias(e, dim, x, bias))
     norm = emitted(isa, 3, lambda e, x, weight, a: _norm(e, dim, x, weight, a))
     rotate = emitted(isa, 2, lambda e, x, angles: _rotate(e, rotated, style, x, angles))
     scale = emitted(isa, 2, lambda e, x, a: _scale(e, dim, x, a))
@@ -63,13 +61,12 @@ def build(
             head = unit // n_tokens  # threads that wrote neighbours of one head would share lines of the cache
             token = unit - head * n_tokens
             x = word(a, 0) + token * word(a, 1) + head * dim * 4
-            if word(a, 11):
-                add_bias(x, word(a, 11) + head * dim * 4)
             if head < heads + heads_kv:
-                weight = word(a, 12) if head < heads else word(a, 13)
+                weight = word(a, 11) if head < heads else word(a, 12)
                 if weight:
                     norm(x, weight, a)
-                rotate(x, word(a, 10) + token * rotated * 4)
+                if rotated:
+                    rotate(x, word(a, 10) + token * rotated * 4)
                 if spread_keys:
                     spread(x)
             if head < heads:
@@ -82,7 +79,7 @@ def build(
             if head < heads + heads_kv:
                 inner = (head - heads) * head_bytes
                 if refined:
-                    subtract(x, word(a, 16) + (head - heads) * dim * 4)
+                    subtract(x, word(a, 15) + (head - heads) * dim * 4)
                 write_key(x, word(a, 7) + page * word(a, 9) + inner, place)
                 if refined and position < PAGE:
                     write_key(x, word(a, 7) + int32_at(word(a, 5), row - 1) * word(a, 9) + inner, place)
@@ -98,13 +95,6 @@ def build(
 def _vector(e: Emitter, length: int) -> ir.VectorType:
     """The widest vector that divides a run of `length` floats."""
     return ir.VectorType(F32, math.gcd(e.lanes, length))
-
-
-def _add_bias(e: Emitter, dim: int, x: Value, bias: Value) -> None:
-    vector = _vector(e, dim)
-    with e.loop(0, dim, vector.count) as k:
-        at = e.mul(k, 4)
-        e.store(e.b.fadd(e.load(vector, x, at), e.load(vector, bias, at)), x, at)
 
 
 def _norm(e: Emitter, dim: int, x: Value, weight: Value, arguments: Value) -> None:

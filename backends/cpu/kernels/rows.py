@@ -9,18 +9,19 @@ The forms of a row of n_cols activations:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from llvmlite import ir
 
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.kernels.hadamard import rotate_head
 from edgert.backends.cpu.layouts import BLOCK, CACHE_TYPES, CHUNK, WORDS_BYTES, partial_bytes
-from edgert.backends.cpu.simd import F32, I8, I32, Emitter, Value, emitted, to_bfloat, word
+from edgert.backends.cpu.simd import ACTIVATIONS, F32, I8, I32, I64, Emitter, Value, emitted, to_bfloat, word
 
 ARGUMENTS = (
     "source",  # float32 rows
     "source_stride",  # bytes
-    "weight",  # float32 (n_cols) of the norm; for glu the up rows
+    "weight",  # float32 (n_cols) of the norm; of a gated activation the up rows
     "n_cols",
     "first_row_at",
     "n_rows_at",
@@ -37,27 +38,40 @@ ARGUMENTS = (
     "positions",
     "window",
     "source_private",  # bytes between the threads' own copies of the merged source
+    "bias",  # float32 (n_cols) of a layer norm
+    "post_bias",
 )
 
 
 def build(
-    isa: Isa, source: str, form: str, n_head: str = "0", head_dim: str = "0", type_v: str = "f16"
+    isa: Isa,
+    source: str,
+    form: str,
+    norm: str = "rms",
+    gated: str = "yes",
+    n_head: str = "0",
+    head_dim: str = "0",
+    type_v: str = "f16",
 ) -> Callable[[int, int, int], None]:
     """A kernel over rows.
 
-    source:  "plain"; "norm" (rms norm); "post" (source += rms norm of the post rows, then norm); "silu" and "gelu"
-             (activation(source) * up); "merge" (source = partial results of attention joined)
+    source:  "plain"; "norm"; "post" (source += norm of the post rows); "post_norm" (the same, then norm); an
+             activation (activation(source) * up, or without up where it is not gated); "merge" (source = partial
+             results of attention joined)
     form:    "int8", "f32", "tiles"; "none" for what "post" and "merge" do to their source alone
+    norm:    "rms" or "layer"
     """
-    convert = emitted(isa, 7, _converter(source, form))
-    add_post = emitted(isa, 5, _add_post)
+    is_gated = gated == "yes"
+    convert = emitted(isa, 7, _converter(source, form, norm, is_gated))
+    add_post = emitted(isa, 5, lambda e, *a: _add_post(e, norm, *a))
     dim, heads = int(head_dim), int(n_head)
     record = partial_bytes(dim)
     rotated = CACHE_TYPES[type_v].rotated
     merge = emitted(isa, 4, lambda e, *a: _merge(e, dim, rotated, *a))
 
     # Booleans, since Numba would compare strings while running.
-    posts, merges, gates, converts = source == "post", source == "merge", source in ("silu", "gelu"), form != "none"
+    posts, merges, converts = source in ("post", "post_norm"), source == "merge", form != "none"
+    gates = source in ACTIVATIONS and is_gated
 
     def rows(thread, n_threads, a):
         first = word(word(a, 4), 0)
@@ -90,27 +104,52 @@ def build(
     return rows
 
 
-def _inverse_rms(e: Emitter, x: Value, n_cols: Value, arguments: Value) -> Value:
-    """1 / sqrt(mean of squares + eps), as a vector."""
+def _mean(e: Emitter, x: Value, n_cols: Value, function: Callable[[Value], tuple[Value, Value]]) -> Value:
+    """The mean of products of two vectors that `function` makes of each vector of the row."""
     parts = [e.var(e.zero(e.vf)) for _ in range(BLOCK // e.lanes)]
     with e.loop(0, n_cols, BLOCK) as k:
         for i, part in enumerate(parts):
             value = e.load(e.vf, x, e.mul(e.add(k, i * e.lanes), 4))
-            part.set(e.fma(value, value, part.get()))
+            part.set(e.fma(*function(value), part.get()))
     total = parts[0].get()
     for part in parts[1:]:
         total = e.b.fadd(total, part.get())
-    mean = e.b.fdiv(e.sum(total), e.b.sitofp(n_cols, F32))
-    eps = e.load(F32, arguments, 8 * ARGUMENTS.index("eps"))
+    return e.b.fdiv(e.sum(total), e.b.sitofp(n_cols, F32))
+
+
+def normer(e: Emitter, kind: str, x: Value, n_cols: Value, eps: Value) -> Callable[[Value, Value, Value, Value], Value]:
+    """Reads the row's statistics; returns (value, weight, bias, offset) -> the normed value, as vectors.
+
+    weight, bias:  addresses, of which `offset` is that of the vector
+    """
+    shift = None
+    if kind == "layer":
+        shift = e.splat(_mean(e, x, n_cols, lambda value: (value, e.const(e.vf, 1.0))))
+
+    def centred(value: Value) -> Value:
+        return value if shift is None else e.b.fsub(value, shift)
+
+    mean = _mean(e, x, n_cols, lambda value: (centred(value), centred(value)))
     root = e.call("llvm.sqrt.f32", F32, e.b.fadd(mean, eps))
-    return e.splat(e.b.fdiv(e.const(F32, 1.0), root))
+    scale = e.splat(e.b.fdiv(e.const(F32, 1.0), root))
+
+    def normed(value: Value, weight: Value, bias: Value, offset: Value) -> Value:
+        value = e.b.fmul(e.b.fmul(centred(value), scale), e.load(e.vf, weight, offset))
+        return value if shift is None else e.b.fadd(value, e.load(e.vf, bias, offset))
+
+    return normed
 
 
-def _add_post(e: Emitter, x: Value, post: Value, weight: Value, n_cols: Value, arguments: Value) -> None:
-    scale = _inverse_rms(e, post, n_cols, arguments)
+def _argument(e: Emitter, kind: Any, arguments: Value, name: str) -> Value:
+    return e.load(kind, arguments, 8 * ARGUMENTS.index(name))
+
+
+def _add_post(e: Emitter, norm: str, x: Value, post: Value, weight: Value, n_cols: Value, arguments: Value) -> None:
+    normed = normer(e, norm, post, n_cols, _argument(e, F32, arguments, "eps"))
+    bias = _argument(e, I64, arguments, "post_bias")
     with e.loop(0, n_cols, e.lanes) as k:
         at = e.mul(k, 4)
-        value = e.b.fmul(e.b.fmul(e.load(e.vf, post, at), scale), e.load(e.vf, weight, at))
+        value = normed(e.load(e.vf, post, at), weight, bias, at)
         e.store(e.b.fadd(e.load(e.vf, x, at), value), x, at)
 
 
@@ -139,11 +178,13 @@ def _merge(e: Emitter, dim: int, rotated: bool, parts: Value, first: Value, last
         rotate_head(e, dim, out)
 
 
-def _converter(source: str, form: str) -> Callable[..., None]:
+def _converter(source: str, form: str, norm: str, gated: bool) -> Callable[..., None]:
     def convert(
         e: Emitter, x: Value, weight: Value, n_cols: Value, arguments: Value, out: Value, words: Value, row: Value
     ) -> None:
-        scale = _inverse_rms(e, x, n_cols, arguments) if source in ("norm", "post") else None
+        norms = source in ("norm", "post_norm")
+        normed = normer(e, norm, x, n_cols, _argument(e, F32, arguments, "eps")) if norms else None
+        bias = _argument(e, I64, arguments, "bias")
         if form == "tiles":
             # tile (row / 16, column / 32): 16 rows of 32
             tiles_across = e.b.sdiv(n_cols, e.i64(BLOCK))
@@ -157,10 +198,12 @@ def _converter(source: str, form: str) -> Callable[..., None]:
             for i in range(BLOCK // e.lanes):
                 at = e.mul(e.add(k, i * e.lanes), 4)
                 value = e.load(e.vf, x, at)
-                if scale is not None:
-                    value = e.b.fmul(e.b.fmul(value, scale), e.load(e.vf, weight, at))
-                elif source in ("silu", "gelu"):
-                    value = e.b.fmul(e.gate(source, value), e.load(e.vf, weight, at))
+                if normed is not None:
+                    value = normed(value, weight, bias, at)
+                elif source in ACTIVATIONS:
+                    value = e.gate(source, value)
+                    if gated:
+                        value = e.b.fmul(value, e.load(e.vf, weight, at))
                 values.append(value)
             if form == "f32":
                 for i, value in enumerate(values):

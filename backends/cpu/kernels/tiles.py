@@ -22,7 +22,7 @@ from edgert.backends.cpu.kernels.amx import (
     zero_tile,
 )
 from edgert.backends.cpu.layouts import BLOCK, CODECS, TILE, TILE_CHUNK, TILE_TOKENS, Codec
-from edgert.backends.cpu.simd import I16, Emitter, Value, bfloat_pairs, emitted, to_bfloat, word
+from edgert.backends.cpu.simd import ACTIVATIONS, I16, Emitter, Value, bfloat_pairs, emitted, to_bfloat, word
 
 ARGUMENTS = (
     "weights",
@@ -34,19 +34,20 @@ ARGUMENTS = (
     "n_tokens_at",  # address of the int64 number of tokens, a multiple of 32
     "scratch",
     "scratch_stride",  # bytes between the threads' scratches
+    "bias",  # float32 (n_panels, 16), where there is one
 )
 
 
-def build(isa: Isa, codec: str, epilogue: str) -> Callable[[int, int, int], None]:
-    """A product kernel over tiles; epilogues as in `product.py`, gated ones write bf16 tiles."""
+def build(isa: Isa, codec: str, epilogue: str, bias: str = "no") -> Callable[[int, int, int], None]:
+    """A product kernel over tiles; epilogues and bias as in `product.py`, gated ones write bf16 tiles."""
     kind = CODECS[codec]
     panel_row = kind.panel_bytes(BLOCK, isa.lanes)
-    gated = epilogue in ("silu", "gelu")
+    gated, has_bias = epilogue in ACTIVATIONS, bias == "yes"
     unpack = emitted(isa, 3, _unpacker(kind))
     configure = emitted(isa, 1, configure_tiles)
     release = emitted(isa, 0, release_tiles)
     multiply = emitted(isa, 6, _multiply)
-    finish = emitted(isa, 3, _finisher(epilogue))
+    finish = emitted(isa, 4, _finisher(epilogue, has_bias))
 
     def product(thread, n_threads, a):
         weights, x, y, y_stride = word(a, 0), word(a, 1), word(a, 2), word(a, 3)
@@ -74,9 +75,10 @@ def build(isa: Isa, codec: str, epilogue: str) -> Callable[[int, int, int], None
                 if gated:
                     # columns 16*unit.. of the result are half of a tile's 32 columns
                     tile = y + (t // 16 * (n_units // 2) + unit // 2) * TILE + unit % 2 * 32
-                    finish(result, tile, n_units // 2 * TILE)
+                    finish(result, tile, n_units // 2 * TILE, 0)
                 else:
-                    finish(result, y + t * y_stride + unit * 128, y_stride)
+                    added = word(a, 9) + unit * 128 if has_bias else 0
+                    finish(result, y + t * y_stride + unit * 128, y_stride, added)
         release()
 
     return product
@@ -108,17 +110,19 @@ def _multiply(
         store_tile(e, register, e.at(results, register * TILE))
 
 
-def _finisher(epilogue: str) -> Callable[..., None]:
-    def finish(e: Emitter, results: Value, y: Value, stride: Value) -> None:
+def _finisher(epilogue: str, has_bias: bool) -> Callable[..., None]:
+    def finish(e: Emitter, results: Value, y: Value, stride: Value, bias: Value) -> None:
         for half in range(2):
             with e.loop(0, 16) as token:
                 line = e.add(results, e.mul(token, 64))
                 first, second = (e.load(e.vf, line, (2 * half + i) * TILE) for i in range(2))
-                if epilogue in ("silu", "gelu"):
+                if epilogue in ACTIVATIONS:
                     value = to_bfloat(e, e.b.fmul(e.gate(epilogue, first), second))
                     e.store(value, e.add(y, e.mul(stride, half), e.mul(token, 64)))
                     continue
                 place = e.add(y, e.mul(stride, 16 * half), e.b.mul(stride, token))
+                if has_bias:
+                    first, second = e.b.fadd(first, e.load(e.vf, bias)), e.b.fadd(second, e.load(e.vf, bias, 64))
                 if epilogue == "add":
                     first = e.b.fadd(first, e.load(e.vf, place))
                     second = e.b.fadd(second, e.load(e.vf, place, 64))
