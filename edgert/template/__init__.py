@@ -146,15 +146,20 @@ class ChatTemplate:
         tools = _objects("tools", tools)
         template = self._tool_template if tools else self._template
         shaped = [_shaped(message, self._shape, i) for i, message in enumerate(known)]
-        try:
-            return self._render(template, _with_arguments(shaped), tools, add_generation_prompt, kwargs)
-        except _FailedError as failed:
-            if not any(message.get("tool_calls") for message in shaped):
-                raise RequestError("messages", str(failed)) from failed.__cause__
-        try:  # some templates print the arguments of a call as the JSON text that they came as
-            return self._render(template, shaped, tools, add_generation_prompt, kwargs)
-        except _FailedError as failed:
-            raise RequestError("messages", str(failed)) from failed.__cause__
+        if any(_only_calls(message) for message in known) and self._knows_no_content:
+            shaped = [m | {"content": None} if _only_calls(k) else m for m, k in zip(shaped, known, strict=True)]
+        attempts = [(_with_arguments(shaped), tools)]
+        if any(message.get("tool_calls") for message in shaped):  # some print a call's arguments as their JSON text
+            attempts.append((_with_texts(shaped), tools))
+        if not tools:  # some are written for tools alone and do not ask whether there are any
+            attempts.append((attempts[0][0], []))
+        failures = []
+        for messages_, tools_ in attempts:
+            try:
+                return self._render(template, messages_, tools_, add_generation_prompt, kwargs)
+            except _FailedError as failed:
+                failures.append(failed)
+        raise RequestError("messages", str(failures[0])) from failures[0].__cause__
 
     def _render(
         self,
@@ -191,11 +196,33 @@ class ChatTemplate:
             return "any"
         return "parts" if _PROBE not in text and _PROBE in parts else "text"
 
+    @cached_property
+    def _knows_no_content(self) -> bool:
+        """Whether the template can tell a message without content, only calls, from an empty text."""
+        call = {"type": "function", "id": "123456789", "function": {"name": "probe", "arguments": {"probe": 1}}}
+        outcomes = [
+            self._probe_messages(
+                [
+                    {"role": "user", "content": _PROBE},
+                    {"role": "assistant", "content": content, "tool_calls": [call]},
+                    {"role": "tool", "name": "probe", "tool_call_id": "123456789", "content": _PROBE},
+                ]
+            )
+            for content in (None, "")
+        ]
+        return bool(outcomes[0]) and not any(
+            outcomes[0].count(word) > outcomes[1].count(word) for word in ("None", "null")
+        )
+
     def _probe(self, content: Any) -> str:
+        return self._probe_messages([{"role": "user", "content": content}])
+
+    def _probe_messages(self, messages: list[dict[str, Any]]) -> str:
+        """What the template makes of messages; "" when it fails."""
         from edgert.template import sandbox
 
         names = self._names | {
-            "messages": [{"role": "user", "content": content}],
+            "messages": messages,
             "tools": None,
             "documents": None,
             "add_generation_prompt": True,
@@ -346,6 +373,27 @@ def _with_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else message
         for message in messages
     ]
+
+
+def _only_calls(message: dict[str, Any]) -> bool:
+    return message.get("content") is None and bool(message.get("tool_calls"))
+
+
+def _with_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as JSON text."""
+    return [
+        message | {"tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+        if isinstance(message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _with_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def _with_object(call: Any) -> Any:
