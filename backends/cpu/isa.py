@@ -56,7 +56,7 @@ _WAYS = {
     "amx": _Way("x86_64", 16, 32, "vnni", (*_AVX512, "avx512bf16", "amx-tile", "amx-bf16"), tiles=True),
     "avx512": _Way("x86_64", 16, 32, "vnni", _AVX512, ("amx",)),
     "avxvnni": _Way("x86_64", 8, 16, "vnni", (*_AVX2, "avxvnni"), _NO_AVX512),
-    "avx2": _Way("x86_64", 8, 16, "maddubs", _AVX2, (*_NO_AVX512, "avxvnni")),
+    "avx2": _Way("x86_64", 8, 16, "maddubs", _AVX2, (*_NO_AVX512, "avxvnni", "gfni")),
     "neon": _Way("aarch64", 4, 32, "sdot", ("neon", "dotprod"), ("i8mm", "bf16", "sve", "sme")),
     "asimd": _Way("aarch64", 4, 32, "smull", ("neon",), ("dotprod", "i8mm", "bf16", "sve", "sme", "fullfp16")),
     "portable": _Way("", 8, 16, "scalar", (), (*_NO_AVX512, "avxvnni", *_AVX2, "dotprod", "i8mm", "bf16", "sve",

@@ -305,10 +305,16 @@ class Emitter:
         if signed:  # |code| * (x with the code's sign): no sum of two reaches 2**15
             x = self.call("llvm.x86.avx2.psign.b", self.vb, x, codes)
             codes = self.call(f"llvm.abs.v{4 * self.lanes}i8", self.vb, codes, ir.Constant(ir.IntType(1), 0))
+        return self.b.add(sums, self.join_pairs(self.pair_products(codes, x)))
+
+    def pair_products(self, codes: Value, x: Value) -> Value:
+        """With "maddubs": unsigned codes times signed bytes, summed by twos to int16, which must hold them."""
         pairs = ir.VectorType(I16, 2 * self.lanes)
-        products = self.call("llvm.x86.avx2.pmadd.ub.sw", pairs, codes, x)
-        fours = self.call("llvm.x86.avx2.pmadd.wd", self.vi, products, self.const(pairs, 1))
-        return self.b.add(sums, fours)
+        return self.call("llvm.x86.avx2.pmadd.ub.sw", pairs, codes, self.b.bitcast(x, self.vb))
+
+    def join_pairs(self, pairs: Value) -> Value:
+        """With "maddubs": int16 values summed by twos to int32."""
+        return self.call("llvm.x86.avx2.pmadd.wd", self.vi, pairs, self.const(pairs.type, 1))
 
     def _dot_sdot(self, sums: Value, codes: Value, x: Value, _signed: bool) -> Value:
         return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", self.vi, sums, codes, x)

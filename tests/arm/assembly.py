@@ -8,6 +8,7 @@ prints the assembly, and what the kernel's innermost loop of products holds.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 from collections import Counter
@@ -25,16 +26,19 @@ def foreign(name: str) -> Isa:
     return assemble(name, "aarch64", PROCESSORS[name], dict.fromkeys(FEATURES, True))
 
 
-def assemblies(isa: Isa, names: list[str]) -> dict[str, str]:
-    """The assembly of kernels. Numba's target is chosen once for a process: call this in one of its own."""
-    import os
-
-    os.environ["NUMBA_CPU_NAME"], os.environ["NUMBA_CPU_FEATURES"] = isa.cpu, isa.features
+def compile_for_arm() -> None:
+    """Makes Numba's target an ARM processor, from its first use on for all of the process's life."""
     from llvmlite import binding
 
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     binding.get_process_triple = lambda: TRIPLE
+
+
+def assemblies(isa: Isa, names: list[str]) -> dict[str, str]:
+    """The assembly of kernels; to be called once, in a process of its own."""
+    os.environ["NUMBA_CPU_NAME"], os.environ["NUMBA_CPU_FEATURES"] = isa.cpu, isa.features
+    compile_for_arm()
     from numba import cfunc, types
 
     from edgert.backends.cpu.compiler import parse_name

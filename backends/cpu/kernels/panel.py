@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from llvmlite import ir
 
+from edgert.backends.cpu.kernels.sums import Dots, PairedDots
 from edgert.backends.cpu.layouts import BLOCK, WORDS_BYTES, Codec
 from edgert.backends.cpu.simd import F32, Emitter, Value
 
@@ -19,6 +20,14 @@ AHEAD = 8192  # bytes: asking for weights two pages ahead gained 20 % alone and 
 def is_signed(e: Emitter, codec: Codec) -> bool:
     """Byte codes stay signed where the dot product does not want unsigned ones."""
     return e.isa.dot != "vnni" and (codec.bits == 8 or bool(codec.table))
+
+
+def largest(e: Emitter, codec: Codec) -> int:
+    """The largest magnitude of the codes that `unpack` gives."""
+    shift = 0 if is_signed(e, codec) else codec.offset
+    if codec.table:
+        return max(abs(value + shift) for value in codec.table)
+    return 128 if is_signed(e, codec) else 2**codec.bits - 1
 
 
 def unpack(e: Emitter, codec: Codec, block: Value) -> Iterator[tuple[int, Value]]:
@@ -84,21 +93,18 @@ def panel_product(
     offset = 0 if signed else codec.offset
     # Alone, a token needs two chains of dot products to hide their latency; several tokens hide it for one another.
     chains = 2 if codec.group == 16 or n_tokens < 4 else 1
+    way = PairedDots if e.isa.dot == "maddubs" else Dots
     totals = [e.var(e.zero(e.vf)) for _ in range(n_tokens)]
     with e.loop(0, n_blocks) as k:
         block = e.add(panel, e.mul(k, block_bytes))
         for line in range(0, block_bytes, 64):
             e.prefetch(block, AHEAD + line)
-        x_k = e.add(x, e.mul(k, BLOCK))
         words_k = e.add(words, e.mul(k, WORDS_BYTES))
-        x_t = [e.add(x_k, e.mul(x_stride, t)) for t in range(n_tokens)]
         words_t = [e.add(words_k, e.mul(words_stride, t)) for t in range(n_tokens)]
-        sums = [[e.zero(e.vi) for _ in range(chains)] for _ in range(n_tokens)]
+        dots = way(e, n_tokens, chains, signed, largest(e, codec), e.add(x, e.mul(k, BLOCK)), x_stride)
         for quad, codes in unpack(e, codec, block):
-            chain = quad // 4 % chains
-            for t in range(n_tokens):
-                quad_x = e.broadcast_quad(x_t[t], quad)
-                sums[t][chain] = e.dot(sums[t][chain], codes, quad_x, signed)
+            dots.add(quad, codes)
+        sums = dots.results()
         scales = [e.load_half(block, scales_at + 2 * e.lanes * i) for i in range(BLOCK // codec.group)]
         minima = e.load_half(block, scales_at + 2 * e.lanes) if codec.has_min else None
         for t in range(n_tokens):
