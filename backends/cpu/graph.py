@@ -54,7 +54,7 @@ class Group:
 
     first: int
     count: int
-    form: str  # "int8" or "tiles"
+    form: str  # of rows beside packed weights: "int8", "pairs" or "tiles"
     width: int
     private: bool = False
 
@@ -110,6 +110,7 @@ class Graph:
             "tiles": arena.take(rows * most * 2 if self.tiles else 0),
             "none": arena.take(0),
         }
+        self.forms["pairs"] = self.forms["int8"]
         self.gated_tiles = arena.take(rows * a.n_ff * 2 if self.tiles else 0)
         group = a.n_head // a.n_head_kv
         self.tile_attention = self.tiles and a.head_dim % 32 == 0
@@ -212,13 +213,17 @@ class Graph:
 
     def _groups(self, shape: Shape) -> list[Group]:
         if not self.tiles:
-            return [Group(ZERO, N_TOKENS, "int8", shape.narrow, shape.private)]
+            return [Group(ZERO, N_TOKENS, self._bytes(shape.narrow), shape.narrow, shape.private)]
         groups = []
         if shape.wide:
             groups.append(Group(ZERO, N_WIDE, "tiles", 0))
         if shape.narrow:
             groups.append(Group(N_WIDE, N_NARROW, "int8", shape.narrow, shape.private))
         return groups
+
+    def _bytes(self, width: int) -> str:
+        """The form of rows of int8 of which so many run together."""
+        return "pairs" if self.isa.matrix and width > 1 else "int8"
 
     def _at(self, place: int) -> int:
         return self.header.ctypes.data + 8 * place
@@ -304,7 +309,7 @@ class Graph:
         """The forms in which these matrices read the group's activations."""
         if group.form == "tiles":
             return ["tiles"]
-        return sorted({_form(matrix) for matrix in matrices})
+        return sorted({_form(group, matrix) for matrix in matrices})
 
     def _norm(self, groups: list[Group], norm: Norm | None, matrices: Sequence[Matrix], post: Norm | None) -> list[Op]:
         """x, or a norm of it, before some products; with `post`, self.post is normed by it and added to x first."""
@@ -363,10 +368,11 @@ class Graph:
         private: bool = True,
         gated: bool = False,
     ) -> Op:
-        form = group.form if group.form == "tiles" else _form(matrix)
+        form = _form(group, matrix)
         rows = self.gated_tiles if gated and form == "tiles" else self.forms[form]
         reads = Reads(matrix, form, group.count, rows, self.words)
         parameters = {"codec": matrix.codec, "epilogue": epilogue} | ({} if matrix.bias is None else {"bias": "yes"})
+        parameters |= {"form": "pairs"} if form == "pairs" else {}
         if form == "tiles":
             return Op(
                 name_of("tiles", **parameters),
@@ -468,8 +474,8 @@ class Graph:
         layer = self.architecture.layers[i]
         n_cols = layer.n_head * self.architecture.head_dim
         merge = functools.partial(self._merge, layer)
-        narrow = Group(N_WIDE, N_NARROW, "int8", 0)
-        form = _form(matrices[0])
+        narrow = Group(N_WIDE, N_NARROW, self._bytes(shape.narrow), 0)
+        form = _form(narrow, matrices[0])
         if shape.private:
             return [merge(narrow, form, private=True)]
         if not self.tiles:  # joined into float32 rows below the wide ones first; then all rows are converted together
@@ -529,7 +535,7 @@ class Graph:
     def _head(self, shape: Shape, output: list[Matrix]) -> list[Op]:
         """The last norm and the logits of the wanted rows."""
         tiles = shape.wanted == TILE_TOKENS
-        wanted = Group(ZERO, N_WANTED, "tiles" if tiles else "int8", shape.wanted)
+        wanted = Group(ZERO, N_WANTED, "tiles" if tiles else self._bytes(shape.wanted), shape.wanted)
         norm = self.weights.output_norm
         ops = [
             self._rows(wanted, "norm", form, self.x, self.architecture.n_embd, norm=norm, index=self.wanted)
@@ -544,9 +550,9 @@ class Graph:
         return ops
 
 
-def _form(matrix: Matrix) -> str:
-    """The form in which a matrix reads narrow rows."""
-    return "f32" if CODECS[matrix.codec].is_float else "int8"
+def _form(group: Group, matrix: Matrix) -> str:
+    """The form in which a matrix reads the rows of a group."""
+    return "f32" if group.form != "tiles" and CODECS[matrix.codec].is_float else group.form
 
 
 def _address(array: NDArray[Any] | None) -> int:

@@ -21,6 +21,7 @@ class Isa:
     registers: vectors that the processor holds at once
     dot:       how four int8 products are summed: "vnni" and "sdot" (one instruction), "maddubs" (two), "smull"
                (four), "scalar"; all but vnni take signed bytes by signed ones
+    matrix:    whether products of two rows and two tokens at once (smmla) serve several tokens
     tiles:     whether bf16 tile products (AMX) serve long runs of tokens
     machine:   the processors whose instructions kernels may name: "x86_64" or "aarch64"
     cpu, features: what LLVM is told
@@ -30,6 +31,7 @@ class Isa:
     lanes: int
     registers: int
     dot: str
+    matrix: bool
     tiles: bool
     machine: str
     cpu: str
@@ -46,6 +48,7 @@ class _Way:
     dot: str
     needs: tuple[str, ...]
     without: tuple[str, ...] = ()
+    matrix: bool = False
     tiles: bool = False
 
 
@@ -57,6 +60,7 @@ _WAYS = {
     "avx512": _Way("x86_64", 16, 32, "vnni", _AVX512, ("amx",)),
     "avxvnni": _Way("x86_64", 8, 16, "vnni", (*_AVX2, "avxvnni"), _NO_AVX512),
     "avx2": _Way("x86_64", 8, 16, "maddubs", _AVX2, (*_NO_AVX512, "avxvnni", "gfni")),
+    "i8mm": _Way("aarch64", 4, 32, "sdot", ("neon", "dotprod", "i8mm"), ("bf16", "sve", "sme"), matrix=True),
     "neon": _Way("aarch64", 4, 32, "sdot", ("neon", "dotprod"), ("i8mm", "bf16", "sve", "sme")),
     "asimd": _Way("aarch64", 4, 32, "smull", ("neon",), ("dotprod", "i8mm", "bf16", "sve", "sme", "fullfp16")),
     "portable": _Way("", 8, 16, "scalar", (), (*_NO_AVX512, "avxvnni", *_AVX2, "dotprod", "i8mm", "bf16", "sve",
@@ -168,4 +172,4 @@ def assemble(name: str, kind: str, cpu: str, features: Mapping[str, bool]) -> Is
     ]
     if kind == "x86_64":
         chosen.append("-prefer-256-bit")
-    return Isa(name, way.lanes, way.registers, way.dot, way.tiles, kind, cpu, ",".join(chosen))
+    return Isa(name, way.lanes, way.registers, way.dot, way.matrix, way.tiles, kind, cpu, ",".join(chosen))

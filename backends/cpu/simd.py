@@ -319,6 +319,10 @@ class Emitter:
     def _dot_sdot(self, sums: Value, codes: Value, x: Value, _signed: bool) -> Value:
         return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", self.vi, sums, codes, x)
 
+    def multiply_squares(self, sums: Value, left: Value, right: Value) -> Value:
+        """With `matrix`: sums[i][j] += left[i] . right[j], of two times eight signed bytes each."""
+        return self.call("llvm.aarch64.neon.smmla.v4i32.v16i8", self.vi, sums, left, right)
+
     def _dot_smull(self, sums: Value, codes: Value, x: Value, _signed: bool) -> Value:
         pairs = ir.VectorType(I16, 8)
         halves = []

@@ -23,9 +23,9 @@ def float_bits(value: float) -> int:
 class Reads:
     """What a product multiplies: a matrix, and rows prepared in one of the forms of `kernels/rows.py`.
 
-    form:   "int8", "f32" or "tiles"
+    form:   "int8", "pairs", "f32" or "tiles"
     count:  place in the step's header of the number of rows
-    words:  of the form "int8"
+    words:  of the forms "int8" and "pairs"
     """
 
     matrix: Matrix
@@ -39,7 +39,10 @@ class Reads:
         n_cols = self.matrix.n_cols
         if self.form == "f32":
             return self.rows[: n * n_cols * 4].view(np.float32).reshape(n, n_cols)
-        blocks = self.rows[: n * n_cols].view(np.int8).reshape(n, -1, BLOCK)
+        integers = self.rows[: (n + n % 2) * n_cols].view(np.int8)
+        if self.form == "pairs":
+            integers = integers.reshape(-1, n_cols // 8, 2, 8).transpose(0, 2, 1, 3).reshape(-1)
+        blocks = integers[: n * n_cols].reshape(n, -1, BLOCK)
         words = self.words[: n * n_cols // BLOCK * WORDS_BYTES].view(np.float32).reshape(n, n_cols // BLOCK, -1)
         return (blocks * words[:, :, :1]).reshape(n, n_cols)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from llvmlite import ir
 
-from edgert.backends.cpu.kernels.sums import Dots, PairedDots
+from edgert.backends.cpu.kernels.sums import Dots, MatrixDots, PairedDots
 from edgert.backends.cpu.layouts import BLOCK, WORDS_BYTES, Codec
 from edgert.backends.cpu.simd import F32, Emitter, Value
 
@@ -82,8 +82,11 @@ def panel_product(
     n_blocks: Value,
     x_stride: Value,
     words_stride: Value,
+    paired: bool = False,
 ) -> list[Value]:
     """One panel times `n_tokens` tokens: for each token a vector (lanes,) of float32.
+
+    paired:  the activations are of the form "pairs"
 
     The order of additions for a token does not depend on how many tokens run beside it.
     """
@@ -93,7 +96,7 @@ def panel_product(
     offset = 0 if signed else codec.offset
     # Alone, a token needs two chains of dot products to hide their latency; several tokens hide it for one another.
     chains = 2 if codec.group == 16 or n_tokens < 4 else 1
-    way = PairedDots if e.isa.dot == "maddubs" else Dots
+    way = MatrixDots if paired else PairedDots if e.isa.dot == "maddubs" else Dots
     totals = [e.var(e.zero(e.vf)) for _ in range(n_tokens)]
     with e.loop(0, n_blocks) as k:
         block = e.add(panel, e.mul(k, block_bytes))
@@ -101,7 +104,7 @@ def panel_product(
             e.prefetch(block, AHEAD + line)
         words_k = e.add(words, e.mul(k, WORDS_BYTES))
         words_t = [e.add(words_k, e.mul(words_stride, t)) for t in range(n_tokens)]
-        dots = way(e, n_tokens, chains, signed, largest(e, codec), e.add(x, e.mul(k, BLOCK)), x_stride)
+        dots = way(e, n_tokens, chains, signed, largest(e, codec), x, x_stride, k)
         for quad, codes in unpack(e, codec, block):
             dots.add(quad, codes)
         sums = dots.results()

@@ -26,7 +26,9 @@ ARGUMENTS = (
 )
 
 
-def build(isa: Isa, codec: str, width: str, epilogue: str, bias: str = "no") -> Callable[[int, int, int], None]:
+def build(
+    isa: Isa, codec: str, width: str, epilogue: str, bias: str = "no", form: str = "int8"
+) -> Callable[[int, int, int], None]:
     """A product kernel.
 
     width:     tokens that run together, each weight unpacked once for all of them; the last run may reach past
@@ -34,12 +36,13 @@ def build(isa: Isa, codec: str, width: str, epilogue: str, bias: str = "no") -> 
     epilogue:  "store" writes y; "add" adds to y; an activation takes panels in pairs, gate and up, and writes
                activation(gate) * up
     bias:      "yes" adds the bias to what is stored or added
+    form:      of the activations beside packed weights: "int8" or "pairs" (see `rows.py`)
     """
     kind = CODECS[codec]
     tile = int(width)
     pair = 2 if epilogue in ACTIVATIONS else 1
     has_bias = bias == "yes"
-    run = _panels_times_tokens(isa, kind, tile, epilogue, has_bias)
+    run = _panels_times_tokens(isa, kind, tile, epilogue, has_bias, form == "pairs")
     x_bytes = 4 if kind.is_float else 1
     panel_row = kind.panel_bytes(BLOCK, isa.lanes)
     lanes = isa.lanes
@@ -73,13 +76,14 @@ def build(isa: Isa, codec: str, width: str, epilogue: str, bias: str = "no") -> 
     return product
 
 
-def _panels_times_tokens(isa: Isa, codec: Codec, n_tokens: int, epilogue: str, has_bias: bool) -> Any:
+def _panels_times_tokens(isa: Isa, codec: Codec, n_tokens: int, epilogue: str, has_bias: bool, paired: bool) -> Any:
     """One panel (or pair) times n_tokens tokens, then the epilogue."""
 
     def products(e: Emitter, panel: Value, x: Value, words: Value, n_cols: Value, xs: Value, ws: Value) -> list[Value]:
         if codec.is_float:
             return float_panel_product(e, codec, n_tokens, panel, x, n_cols, xs)
-        return panel_product(e, codec, n_tokens, panel, x, words, e.b.sdiv(n_cols, e.i64(BLOCK)), xs, ws)
+        n_blocks = e.b.sdiv(n_cols, e.i64(BLOCK))
+        return panel_product(e, codec, n_tokens, panel, x, words, n_blocks, xs, ws, paired)
 
     def finish(e: Emitter, panel, x, words, n_cols, x_stride, words_stride, y, y_stride, bias) -> None:  # type: ignore[no-untyped-def]
         results = products(e, panel, x, words, n_cols, x_stride, words_stride)

@@ -2,6 +2,7 @@
 
 The forms of a row of n_cols activations:
     int8     int8 (n_cols) and four words for each block of 32 (see `panel.py`)
+    pairs    the same, but the bytes of two rows together: (n_cols / 8, 2, 8)
     f32      float32 (n_cols), for float weights
     tiles    bf16 tiles (see `tiles.py`), for long runs of tokens
 """
@@ -58,7 +59,7 @@ def build(
     source:  "plain"; "norm"; "post" (source += norm of the post rows); "post_norm" (the same, then norm); an
              activation (activation(source) * up, or without up where it is not gated); "merge" (source = partial
              results of attention joined)
-    form:    "int8", "f32", "tiles"; "none" for what "post" and "merge" do to their source alone
+    form:    "int8", "pairs", "f32", "tiles"; "none" for what "post" and "merge" do to their source alone
     norm:    "rms" or "layer"
     """
     is_gated = gated == "yes"
@@ -191,7 +192,10 @@ def _converter(source: str, form: str, norm: str, gated: bool) -> Callable[..., 
             tile = e.add(e.mul(e.b.sdiv(row, e.i64(16)), tiles_across), 0)
             out = e.add(out, e.mul(tile, 1024), e.mul(e.b.srem(row, e.i64(16)), 64))
         else:
-            out = e.add(out, e.b.mul(row, e.mul(n_cols, 4 if form == "f32" else 1)))
+            even = e.b.and_(row, e.i64(-2)) if form == "pairs" else row
+            out = e.add(out, e.b.mul(even, e.mul(n_cols, 4 if form == "f32" else 1)))
+            if form == "pairs":
+                out = e.add(out, e.mul(e.b.sub(row, even), 8))
             words = e.add(words, e.b.mul(row, e.mul(e.b.sdiv(n_cols, e.i64(BLOCK)), WORDS_BYTES)))
         with e.loop(0, n_cols, BLOCK) as k:
             values = []
@@ -212,13 +216,14 @@ def _converter(source: str, form: str, norm: str, gated: bool) -> Callable[..., 
                 for i, value in enumerate(values):
                     e.store(to_bfloat(e, value), out, e.add(e.mul(k, 32), 2 * i * e.lanes))
             else:
-                _quantize(e, values, e.add(out, k), e.add(words, e.b.sdiv(e.mul(k, WORDS_BYTES), e.i64(BLOCK))))
+                at = e.add(words, e.b.sdiv(e.mul(k, WORDS_BYTES), e.i64(BLOCK)))
+                _quantize(e, values, e.add(out, e.mul(k, 1 + (form == "pairs"))), at, form == "pairs")
 
     return convert
 
 
-def _quantize(e: Emitter, values: list[Value], out: Value, words: Value) -> None:
-    """32 values -> int8 with scale max / 127, and the block's four words."""
+def _quantize(e: Emitter, values: list[Value], out: Value, words: Value, paired: bool) -> None:
+    """32 values -> int8 with scale max / 127 (paired: eight bytes of each 16), and the block's four words."""
     largest = e.zero(e.vf)
     for value in values:
         largest = e.maximum(largest, e.fabs(value))
@@ -231,7 +236,8 @@ def _quantize(e: Emitter, values: list[Value], out: Value, words: Value) -> None
         integers = e.round(e.b.fmul(value, inverse))
         half = i * e.lanes // 16
         halves[half] = e.b.add(halves[half], integers)
-        e.store(e.b.trunc(integers, ir.VectorType(I8, e.lanes)), out, i * e.lanes)
+        at = i * e.lanes
+        e.store(e.b.trunc(integers, ir.VectorType(I8, e.lanes)), out, at // 8 * 16 + at % 8 if paired else at)
     first, second = (e.reduce(half, e.b.add) for half in halves)
     whole = e.b.fmul(d, e.b.sitofp(e.b.add(first, second), F32))
     eight = e.const(F32, -8.0)

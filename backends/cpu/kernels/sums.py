@@ -6,6 +6,8 @@ Each way takes the code vectors of a block one by one, as they are unpacked, and
 
 from __future__ import annotations
 
+from typing import Any
+
 from edgert.backends.cpu.layouts import BLOCK
 from edgert.backends.cpu.simd import Emitter, Value
 
@@ -15,16 +17,21 @@ QUADS = BLOCK // 4
 class Dots:
     """Products of four bytes are added to the sums at once.
 
-    most:  the largest magnitude of a code; unsigned codes are at most 127 where the processor sums signed bytes
-    x:     address of the tokens' bytes of this block; `stride` bytes from one token to the next
+    most:    the largest magnitude of a code; unsigned codes are at most 127 where the processor sums signed bytes
+    x:       address of the tokens' bytes, `stride` bytes from one token to the next
+    block:   number of the block along the row
     """
 
     def __init__(
-        self, e: Emitter, n_tokens: int, chains: int, signed: bool, most: int, x: Value, stride: Value
+        self, e: Emitter, n_tokens: int, chains: int, signed: bool, most: int, x: Value, stride: Value, block: Value
     ) -> None:
         self.e, self.n_tokens, self.chains, self.signed, self.most = e, n_tokens, chains, signed, most
-        self.x = [e.add(x, e.mul(stride, t)) for t in range(n_tokens)]
+        self.x = self._addresses(x, stride, block)
         self.sums = [[e.zero(e.vi) for _ in range(chains)] for _ in range(n_tokens)]
+
+    def _addresses(self, x: Value, stride: Value, block: Value) -> list[Value]:
+        first = self.e.add(x, self.e.mul(block, BLOCK))
+        return [self.e.add(first, self.e.mul(stride, t)) for t in range(self.n_tokens)]
 
     def add(self, quad: int, codes: Value) -> None:
         """codes: bytes of weights 4 * quad.. of each row, as `Emitter.dot` takes them."""
@@ -44,13 +51,11 @@ class Dots:
 class PairedDots(Dots):
     """AVX2's products come in pairs of 16 bits. Of small codes several are summed so, before the pairs are."""
 
-    def __init__(
-        self, e: Emitter, n_tokens: int, chains: int, signed: bool, most: int, x: Value, stride: Value
-    ) -> None:
-        super().__init__(e, n_tokens, chains, signed, most, x, stride)
-        self._room = 32767 // (2 * 127 * most)  # quads that 16 bits hold
-        self._pairs: list[list[Value | None]] = [[None] * chains for _ in range(n_tokens)]
-        self._held = [0] * chains
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._room = 32767 // (2 * 127 * self.most)  # quads that 16 bits hold
+        self._pairs: list[list[Value | None]] = [[None] * self.chains for _ in range(self.n_tokens)]
+        self._held = [0] * self.chains
 
     def add(self, quad: int, codes: Value) -> None:
         if self._room < 2:
@@ -76,3 +81,37 @@ class PairedDots(Dots):
         for chain in range(self.chains):
             self._join(chain)
         return self.sums
+
+
+class MatrixDots(Dots):
+    """Two rows times two tokens, eight bytes of each, at once; the tokens' bytes lie in pairs (see `rows.py`)."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._waiting: dict[int, Value] = {}
+        zeros = [self.e.zero(self.e.vi)] * 2  # of rows 0, 1 and of rows 2, 3: [row][token]
+        self._squares = [[list(zeros) for _ in range(self.chains)] for _ in self.x]
+
+    def _addresses(self, x: Value, stride: Value, block: Value) -> list[Value]:
+        first = self.e.add(x, self.e.mul(block, 2 * BLOCK))
+        return [self.e.add(first, self.e.mul(stride, t)) for t in range(0, self.n_tokens, 2)]
+
+    def add(self, quad: int, codes: Value) -> None:
+        e = self.e
+        words = e.b.bitcast(codes, e.vi)
+        other = self._waiting.pop(quad ^ 1, None)
+        if other is None:
+            self._waiting[quad] = words
+            return
+        eights = (other, words) if quad % 2 else (words, other)
+        rows = [e.b.bitcast(e.shuffle(*eights, [i, i + 4, i + 1, i + 5]), e.vb) for i in (0, 2)]
+        for address, squares in zip(self.x, self._squares, strict=True):
+            x = e.load(e.vb, address, quad // 2 * 16)
+            held = squares[self._chain(quad)]
+            held[:] = [e.multiply_squares(before, two, x) for before, two in zip(held, rows, strict=True)]
+
+    def results(self) -> list[list[Value]]:
+        return [[self._column(square, t % 2) for square in self._squares[t // 2]] for t in range(self.n_tokens)]
+
+    def _column(self, square: list[Value], token: int) -> Value:
+        return self.e.shuffle(square[0], square[1], [token, token + 2, token + 4, token + 6])
