@@ -58,7 +58,7 @@ def pack(isa: Isa, name: str, raw: np.ndarray, n_cols: int) -> np.ndarray:
     return packed
 
 
-def quantize(isa: Isa, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def quantize(isa: Isa, x: np.ndarray, form: str = "int8") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """int8 rows and words by the kernel, and the rows that these stand for."""
     n, n_cols = x.shape
     out, words = aligned(n * n_cols), aligned(n * n_cols // 2)
@@ -66,7 +66,7 @@ def quantize(isa: Isa, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
     arguments = [0] * 19
     arguments[0:8] = [x.ctypes.data, x.strides[0], 0, n_cols, header[1:].ctypes.data, header.ctypes.data,
                       out.ctypes.data, words.ctypes.data]  # fmt: skip
-    run(isa, compiler.name_of("rows", source="plain", form="int8"), arguments)
+    run(isa, compiler.name_of("rows", source="plain", form=form), arguments)
     integers = out.view(np.int8).reshape(n, n_cols // 32, 32)
     scales = words.view(np.float32).reshape(n, n_cols // 32, 4)[..., :1]
     return out, words, (integers * scales.astype(np.float64)).reshape(n, n_cols)
@@ -96,14 +96,15 @@ def test_width_does_not_change_a_result(chosen: Isa):
     n_cols, n_rows = 256, 4 * chosen.lanes
     packed = pack(chosen, "Q4_0", random_rows("Q4_0", n_rows, n_cols), n_cols)
     x = np.random.default_rng(2).standard_normal((8, n_cols)).astype(np.float32)
-    integers, words, _ = quantize(chosen, x)
     header = np.array([8, 0], np.int64)
     results = []
-    for width in (1, 8):
+    for width, form in ((1, "int8"), (8, "pairs" if chosen.matrix else "int8")):
+        integers, words, _ = quantize(chosen, x, form)
         y = np.zeros((16, n_rows), np.float32)
         where = [packed.ctypes.data, integers.ctypes.data, words.ctypes.data, y.ctypes.data, y.strides[0], n_cols,
                  n_rows // chosen.lanes, header.ctypes.data, 0, header[1:].ctypes.data]  # fmt: skip
-        run(chosen, compiler.name_of("product", codec="q4_0", width=width, epilogue="store"), where)
+        pairs = {"form": form} if form == "pairs" else {}
+        run(chosen, compiler.name_of("product", codec="q4_0", width=width, epilogue="store", **pairs), where)
         results.append(y[:8])
     np.testing.assert_array_equal(*results)
 
