@@ -33,7 +33,8 @@ class Stats:
     prompt_n, prompt_ms:   prompt tokens computed, and the time until their logits were there
     predicted_n:           tokens chosen, an end token included
     predicted_ms:          from the logits of the prompt to the last token
-    *_per_second:          computed prompt tokens by prompt_ms; steps from token to token by predicted_ms
+    prompt_per_second:     computed prompt tokens by prompt_ms
+    predicted_per_second:  tokens chosen after those that came with the prompt's logits, by predicted_ms; 0: none
     draft_n:               tokens guessed and checked, draft_n_accepted: those of them that the model chose
     draft_positions:       the same two numbers for each place in a guess
     """
@@ -58,9 +59,10 @@ class Stats:
         predicted_n: int,
         predicted_s: float,
         drafts: Drafts | None = None,
+        first_n: int = 1,
     ) -> Stats:
-        """From counts and seconds."""
-        steps, drafts = max(predicted_n - 1, 0), drafts or Drafts()
+        """From counts and seconds; of the predicted tokens, `first_n` came with the prompt's logits."""
+        later, drafts = max(predicted_n - first_n, 0), drafts or Drafts()
         return cls(
             cache_n,
             prompt_n,
@@ -68,7 +70,7 @@ class Stats:
             prompt_n / prompt_s if prompt_s > 0 else 0.0,
             predicted_n,
             1e3 * predicted_s,
-            steps / predicted_s if predicted_s > 0 else 0.0,
+            later / predicted_s if predicted_s > 0 else 0.0,
             sum(drafts.tried),
             sum(drafts.accepted),
             tuple(zip(drafts.tried, drafts.accepted, strict=True)),

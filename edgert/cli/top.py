@@ -108,7 +108,7 @@ def figures(now: Samples, before: Samples | None, last: Mapping[str, Any]) -> di
         "draft_acceptance": share("edgert_draft_tokens_accepted_total", "edgert_draft_tokens_total"),
         "cpu_cores": rate("edgert_cpu_seconds"),
         "memory_bytes": total(now, "edgert_memory_bytes"),
-        "gpu_percent": total(now, "edgert_gpu_percent") if "edgert_gpu_percent" in now else None,
+        "gpus": _gpus(now),
         "models": sorted(labels["model"] for labels, _ in now.get("edgert_model_users", [])),
     }
     for name, title in (("edgert_first_token_seconds", "first_token"), ("edgert_between_tokens_seconds", "between")):
@@ -117,6 +117,18 @@ def figures(now: Samples, before: Samples | None, last: Mapping[str, Any]) -> di
             key = f"{title}_p{percent}_ms"
             table[key] = last.get(key) if value is None else 1e3 * value
     return table
+
+
+def _gpus(now: Samples) -> list[dict[str, Any]]:
+    """Each GPU whose driver tells something: its name, how busy it is in percent, and bytes of memory in use."""
+    percents, used = (
+        {labels["gpu"]: value for labels, value in now.get(f"edgert_gpu_{name}", [])}
+        for name in ("percent", "memory_used_bytes")
+    )
+    return [
+        {"name": name.partition(" ")[2], "percent": percents.get(name), "memory_used_bytes": used.get(name)}
+        for name in sorted(percents.keys() | used.keys(), key=lambda name: int(name.partition(" ")[0]))
+    ]
 
 
 def total(found: Samples | None, name: str) -> float:
@@ -172,7 +184,7 @@ def render(url: str, table: Mapping[str, Any]) -> str:
             f"{table['kv_bytes'] / 1e6:.0f} of {table['kv_bytes_total'] / 1e6:.0f} MB",
         ),
         ("drafts", _percent(table["draft_acceptance"]), "memory", f"{table['memory_bytes'] / 1e6:.0f} MB"),
-        ("CPU", f"{table['cpu_cores']:.2f} cores", "GPU", shown(table["gpu_percent"], ".0f", " %")),
+        ("CPU", f"{table['cpu_cores']:.2f} cores", "GPU", ", ".join(map(_gpu, table["gpus"])) or "–"),
     ]
     lines = [f"edgert at {url}, up {table['up_seconds']:.0f} s: {', '.join(table['models']) or 'no model loaded'}"]
     lines += [f"{a:<12}{b:>16}   {c:<9}{d:>20}" for a, b, c, d in rows]
@@ -181,3 +193,8 @@ def render(url: str, table: Mapping[str, Any]) -> str:
 
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.0f} %"
+
+
+def _gpu(gpu: Mapping[str, Any]) -> str:
+    busy, used = gpu["percent"], gpu["memory_used_bytes"]
+    return " ".join([*([] if busy is None else [f"{busy:.0f} %"]), *([] if used is None else [f"{used / 1e9:.1f} GB"])])

@@ -163,6 +163,7 @@ class Generation(Task):
         self._n_prompt = len(prompt)
         self._n_read = 0  # tokens of the prompt that are in the cache
         self.n_predicted = 0
+        self._n_first = 1  # of them, those that came with the prompt's logits: more where guesses were checked with it
         self.whole = False  # nobody wants pieces: all text comes at the end, and nobody wakes before
         self._text = ""  # since the last chunk, as the next two
         self._tokens: list[int] = []
@@ -176,7 +177,8 @@ class Generation(Task):
     def advance(self, logits: NDArray[np.float32]) -> None:
         """Chooses a token after each row as long as it is the one that the next row was computed for."""
         self._last = perf_counter()
-        if self.n_predicted == 0:
+        first = self.n_predicted == 0
+        if first:
             self._prompt_end = self._last
             self._report_progress()
         if not len(logits):
@@ -196,6 +198,8 @@ class Generation(Task):
             if right:
                 self.drafts.accepted[self.n_accepted] += 1
                 self.n_accepted += 1
+            if first:
+                self._n_first = self.n_accepted + (not right)
             self._take(token, row)
             if self.done or not right:
                 break
@@ -254,6 +258,7 @@ class Generation(Task):
             self.n_predicted,
             self._last - self._prompt_end,
             self.drafts,
+            self._n_first,
         )
 
     def _report_progress(self) -> None:

@@ -55,6 +55,7 @@ class Answers:
         self._tasks: list[asyncio.Task[None]] = []
         self._read: dict[int, tuple[Progress, float]] = {}  # how far prompts have been read, and when that was told
         self._made: Counter[int] = Counter()  # tokens that have come
+        self._first: dict[int, int] = {}  # and those of them that came at once
         self._streams: list[Stream] = []
         self.count = n * len(prompts)
         self.stats: dict[int, Stats] = {}
@@ -164,6 +165,7 @@ class Answers:
         async for chunk in self._streams[index]:
             now = time.monotonic()
             self._made[index] += len(chunk.tokens)
+            self._first.setdefault(index, len(chunk.tokens))
             if chunk.finish_reason is not None:
                 self._end(index, chunk.finish_reason, chunk.stats)
             if first or chunk.text:
@@ -185,10 +187,8 @@ class Answers:
         if index not in self._read:
             return None
         progress, told = self._read[index]
-        seconds = time.perf_counter() - told
-        return Stats.of(
-            progress.cache, progress.processed - progress.cache, progress.time_ms / 1e3, self._made[index], seconds
-        )
+        seconds, read, made = time.perf_counter() - told, progress.processed - progress.cache, self._made[index]
+        return Stats.of(progress.cache, read, progress.time_ms / 1e3, made, seconds, first_n=self._first.get(index, 1))
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's counts; each prompt counts once, whatever number of answers it has."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from edgert.devices import gpus
+
 if TYPE_CHECKING:
     from edgert.reply import Stats
     from edgert.server.admission import Admission
@@ -83,7 +85,7 @@ class _State:
         def gauge(name: str, text: str, value: float) -> Metric:
             return GaugeMetricFamily(f"edgert_{name}", text, value=value)
 
-        loaded = {place.spec.name: place.loaded for place in self._models.places.values() if place.loaded}
+        loaded = {place.spec.name: entry for place in self._models.places.values() if (entry := place.loaded)}
         yield gauge("start_time_seconds", "When the server began.", self._began)
         yield gauge("uptime_seconds", "For how long it has run.", time.time() - self._began)
         yield gauge("answers_inside", "Answers in work and waiting.", self._admission.inside)
@@ -107,6 +109,16 @@ class _State:
         yield users
         yield memory
         yield engine
+        busy = GaugeMetricFamily("edgert_gpu_percent", "How busy a GPU is, by all programs.", labels=["gpu"])
+        used = GaugeMetricFamily("edgert_gpu_memory_used_bytes", "Memory of a GPU in use.", labels=["gpu"])
+        for number, gpu in enumerate(gpus.gpus()):
+            name = f"{number} {gpu.name}"
+            if gpu.utilisation is not None:
+                busy.add_metric([name], gpu.utilisation)
+            if gpu.memory_total is not None and gpu.memory_free is not None:
+                used.add_metric([name], gpu.memory_total - gpu.memory_free)
+        yield busy
+        yield used
 
 
 def _resident() -> float:

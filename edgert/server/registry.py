@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from edgert.errors import DoesNotFitError, EdgertError, RequestError
-from edgert.server.errors import ApiError, BusyError
+from edgert.server.errors import ApiError
+from edgert.server.room import Line
 
 if TYPE_CHECKING:
     from edgert.model import Model
@@ -65,6 +66,8 @@ class Place:
         self.state: State = "unloaded"
         self.error = ""
         self.lock = asyncio.Lock()  # one load or exchange at a time
+        self.loading: asyncio.Task[None] | None = None  # goes on when those who asked for it have left
+        self.wanted = 0  # requests that are about to use it
         self.last_use = time.monotonic()
         self.keep_alive = spec.keep_alive
         self.created = int(time.time())
@@ -81,13 +84,18 @@ class Registry:
     specs:     the first is what requests that name none get
     load:      (source, **options) -> Model; called in a thread
     most:      models in memory at once; 0: as many as fit
+    patience:  seconds that a request waits for a model in use to make room for its own
     """
 
-    def __init__(self, specs: Sequence[Spec], load: Callable[..., Model], most: int = 0) -> None:
+    def __init__(
+        self, specs: Sequence[Spec], load: Callable[..., Model], most: int = 0, patience: float = FOREVER
+    ) -> None:
         self.places = {spec.name: Place(spec) for spec in specs}
         self._aliases = {alias: spec.name for spec in specs for alias in spec.aliases}
         self._default = specs[0].name
         self._load, self._most = load, most
+        self._held = 0  # models in memory, those included that are being loaded or closed
+        self._line = Line(patience)
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
@@ -117,12 +125,17 @@ class Registry:
 
         keep_alive:  how long after it, as `duration` takes it; None: as the model's spec says
 
-        Raises: ApiError 404; EdgertError when it cannot be loaded.
+        Raises: ApiError 404; BusyError when no other makes room for it in time; EdgertError when it cannot be loaded.
         """
         place = self.find(name)
         seconds = place.spec.keep_alive if keep_alive is None else duration(keep_alive)
-        loaded = await self._get(place)
-        loaded.users += 1
+        await self._line.passed(place)
+        place.wanted += 1
+        try:
+            loaded = await self._get(place)
+            loaded.users += 1
+        finally:
+            place.wanted -= 1
         try:
             yield loaded
         finally:
@@ -130,39 +143,74 @@ class Registry:
             place.last_use, place.keep_alive = time.monotonic(), seconds
             if loaded.retired or seconds == 0:
                 self._put_away(place, loaded)
+            self._line.wake()
+
+    def ready(self, name: str | None) -> bool:
+        """Whether a request for a model has nothing to wait for."""
+        place = self.find(name)
+        return place.loaded is not None and not self._line.drains(place)
 
     async def _get(self, place: Place) -> Loaded:
-        if place.loaded:
-            return place.loaded
-        async with place.lock:
-            if place.loaded:
-                return place.loaded
-            place.state, place.error = "loading", ""
-            try:
-                await self._make_room()
-                place.loaded = Loaded(await self._open(place, place.spec.source), place.spec.source)
-            except BaseException as error:
-                place.state, place.error = "failed", str(error)
-                raise
+        while not place.loaded:
+            async with place.lock:
+                if place.loaded:
+                    break
+                if place.loading is None:
+                    await self._make_room()
+                    self._held += 1
+                    place.loading = asyncio.ensure_future(self._load_into(place))
+                    place.loading.add_done_callback(asyncio.Task.exception)  # whoever waits for it is told
+                await asyncio.shield(place.loading)
+        return place.loaded
+
+    async def _load_into(self, place: Place) -> None:
+        place.state, place.error = "loading", ""
+        try:
+            place.loaded = Loaded(await self._open(place, place.spec.source), place.spec.source)
             place.state, place.last_use = "loaded", time.monotonic()
-            return place.loaded
+        except BaseException as error:
+            self._held -= 1
+            place.state, place.error = "failed", str(error)
+            raise
+        finally:
+            place.loading = None
+            self._line.wake()
 
     async def _open(self, place: Place, source: str | Path) -> Model:
+        """The model, after others have been put away as far as it does not fit beside them."""
         while True:
             try:
                 return await asyncio.to_thread(self._load, source, **place.spec.options)
-            except DoesNotFitError:
-                if not await self._evict():
-                    raise
+            except DoesNotFitError as error:
+                failure = error
+
+            async def attempt(failure: DoesNotFitError = failure) -> bool:
+                if self._held <= 1:  # alone, it does not fit either
+                    raise failure
+                return await self._evict()
+
+            await self._line.turn(attempt, self._busy)
 
     async def _make_room(self) -> None:
-        here = [place for place in self.places.values() if place.loaded]
-        if self._most and len(here) >= self._most and not await self._evict():
-            raise BusyError(f"{len(here)} models are in memory and in use: try again later.", retry_after=5)
+        """Waits until one more model may be in memory. Raises: BusyError."""
+
+        async def attempt() -> bool:
+            return self._held < self._most or (await self._evict() and self._held < self._most)
+
+        if self._most:
+            await self._line.turn(attempt, self._busy)
+
+    def _idle(self) -> list[Place]:
+        return [p for p in self.places.values() if p.loaded and not p.loaded.users and not p.wanted]
+
+    def _busy(self) -> Place | None:
+        """The model that will be idle first, as far as can be told: the one with the fewest requests."""
+        loaded = [(place.loaded.users, place.last_use, place) for place in self.places.values() if place.loaded]
+        return min(loaded, key=lambda entry: entry[:2])[2] if loaded else None
 
     async def _evict(self) -> bool:
         """Puts away the model that has been idle for longest; false where none is idle."""
-        idle = [place for place in self.places.values() if place.loaded and not place.loaded.users]
+        idle = self._idle()
         if not idle:
             return False
         oldest = min(idle, key=lambda place: place.last_use)
@@ -186,9 +234,12 @@ class Registry:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    @staticmethod
-    async def _close(loaded: Loaded) -> None:
-        await asyncio.to_thread(loaded.model.close)
+    async def _close(self, loaded: Loaded) -> None:
+        try:
+            await asyncio.to_thread(loaded.model.close)
+        finally:
+            self._held -= 1
+            self._line.wake()
 
     def unload(self, name: str) -> None:
         """Puts a model away: at once, or when the requests that use it have ended."""
@@ -200,8 +251,8 @@ class Registry:
     def sweep(self) -> None:
         """Puts away what has been idle for longer than its keep_alive."""
         now = time.monotonic()
-        for place in self.places.values():
-            if place.loaded and not place.loaded.users and now >= place.expires:
+        for place in self._idle():
+            if place.loaded and now >= place.expires:
                 logger.info("putting away %s: idle for %.0f s", place.spec.name, now - place.last_use)
                 self._put_away(place, place.loaded)
 
@@ -218,6 +269,7 @@ class Registry:
             except BaseException:
                 await asyncio.to_thread(new.close)
                 raise
+            self._held += 1
             old, place.loaded = place.loaded, Loaded(new, source or place.spec.source)
             place.state, place.error, place.last_use = "loaded", "", time.monotonic()
             logger.info("%s now comes from %s", place.spec.name, Path(place.loaded.source).name)
@@ -228,6 +280,9 @@ class Registry:
     async def close(self) -> None:
         """Closes all models; requests that still run end with an error."""
         for place in self.places.values():
+            if place.loading:
+                with suppress(Exception):
+                    await place.loading
             if place.loaded:
                 await self._close(self._take(place))
         for task in list(self._closing):

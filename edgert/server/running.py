@@ -17,7 +17,7 @@ from edgert.server.admission import Admission
 from edgert.server.app import create_app
 from edgert.server.choice import Choice
 from edgert.server.metrics import Metrics
-from edgert.server.registry import Registry, Spec
+from edgert.server.registry import FOREVER, Registry, Spec
 from edgert.server.results import Results
 from edgert.server.service import Service, Settings
 from edgert.server.upstream import Upstream
@@ -85,7 +85,8 @@ def service_of(
     choices: Mapping[str, Choice] | None = None,
 ) -> Service:
     """A service of its own. Raises: EdgertError for a choice among models that are not served."""
-    registry = Registry(specs, load, models_max)
+    settings = settings or Settings()
+    registry = Registry(specs, load, models_max, settings.queue_timeout or FOREVER)
     for choice in (choices or {}).values():
         for name in (choice.small, choice.large):
             if name not in registry.places:
@@ -93,7 +94,7 @@ def service_of(
     return Service(
         registry,
         Admission(parallel, queue),
-        settings or Settings(),
+        settings,
         Metrics(),
         upstream,
         Results(result_cache),
@@ -125,6 +126,7 @@ class Runner:
         self, service: Service, host: str, port: int, ready: Callable[[str], object] = lambda url: None
     ) -> None:
         self._service, self._ready = service, ready
+        service.registry.default.state = "loading"
         self._listening = _bind(host, port)
         self.url = url(host, self._listening.getsockname()[1])
         config = uvicorn.Config(

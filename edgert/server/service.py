@@ -18,6 +18,7 @@ from edgert.server.choice import Choice
 from edgert.server.errors import BusyError
 from edgert.server.metrics import Metrics
 from edgert.server.results import Results
+from edgert.server.sse import until_left
 from edgert.server.upstream import Upstream
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ class Service:
         """A place and a model until the stack is closed. Raises: BusyError; ApiError 404; EdgertError."""
         self.registry.find(model)
         stack.enter_context(self.admission.enter(owner(request, user), answers))
-        return await stack.enter_async_context(self.registry.use(model, keep_alive))
+        entering = stack.enter_async_context(self.registry.use(model, keep_alive))
+        return await entering if self.registry.ready(model) else await until_left(request.receive, entering)
 
 
 def key_of(request: Request) -> str:

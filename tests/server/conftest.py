@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that tests say `f
 
 from fake import fake_model, says
 from harness import Server, serving_model
+from shelf import Shelf
 
 ANSWER = "Hello, wörld 🙂! one two three four"
 
@@ -21,3 +22,8 @@ def server() -> Iterator[Server]:
     """A model that answers every chat with ANSWER."""
     with serving_model(fake_model(says(ANSWER), n_ctx=2048)) as running:
         yield running
+
+
+@pytest.fixture
+def shelf() -> Shelf:
+    return Shelf()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ from edgert.server import running
 from edgert.server.registry import Spec
 from edgert.server.service import Service, Settings
 from edgert.template import ChatTemplate
+
+HI = [{"role": "user", "content": "Hi"}]
 
 
 def line_template(end: str) -> Any:
@@ -133,3 +136,13 @@ def wait_for(condition: Callable[[], object], seconds: float = 10) -> None:
     while not condition():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.002)
+
+
+def open_stream(server: Server, **body: Any) -> socket.socket:
+    """A connection whose answer has begun."""
+    data = json.dumps({"messages": HI, "stream": True} | body).encode()
+    connection = socket.create_connection((server.host, server.port))
+    connection.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data)
+    )
+    return connection

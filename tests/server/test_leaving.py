@@ -13,14 +13,13 @@ from typing import Any
 import openai
 import pytest
 from fake import FakeBackend, fake_model, hashed, says
-from harness import Server, serving_model, wait_for
+from harness import HI, Server, open_stream, serving_model, wait_for
 
 from edgert.errors import EdgertError
 from edgert.server import running, sse
 from edgert.server.service import Settings
 
 CHAT = "/v1/chat/completions"
-HI = [{"role": "user", "content": "Hi"}]
 
 
 def endless(**options: Any) -> Any:
@@ -31,16 +30,6 @@ def fake(server: Server) -> FakeBackend:
     backend = server.model().backend
     assert isinstance(backend, FakeBackend)
     return backend
-
-
-def open_stream(server: Server, **body: Any) -> socket.socket:
-    """A connection whose answer has begun."""
-    data = json.dumps({"messages": HI, "stream": True} | body).encode()
-    connection = socket.create_connection((server.host, server.port))
-    connection.sendall(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data)
-    )
-    return connection
 
 
 def idle(server: Server) -> bool:

@@ -3,63 +3,28 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from fake import fake_model, hashed, says
 from harness import Server, serving, serving_model, wait_for
+from shelf import Shelf, names, text
 
 from edgert import cli
 from edgert.cli import top
 from edgert.cli.serve import command as serve_command
-from edgert.errors import DoesNotFitError, EdgertError, ModelFileError, RequestError
-from edgert.model import Model
-from edgert.options import SamplingParams
+from edgert.errors import EdgertError, ModelFileError, RequestError
 from edgert.server import config
 from edgert.server.registry import FOREVER, Spec, duration
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
-
-
-class Shelf:
-    """Loads fake models by their source, and remembers."""
-
-    def __init__(self) -> None:
-        self.loads: list[str] = []
-        self.models: list[Model] = []
-        self.most = 99
-        self.broken: dict[str, Any] = {}
-
-    def __call__(self, source: str | Path, **options: Any) -> Model:
-        self.loads.append(str(source))
-        if len([m for m in self.models if not m.backend.closed]) >= self.most:  # type: ignore[attr-defined]
-            raise DoesNotFitError("There is no memory.")
-        if isinstance(problem := self.broken.get(str(source)), Exception):
-            raise problem
-        rule = problem or says(f"I am {source}")
-        model = fake_model(rule, SamplingParams(temperature=0), n_ctx=512, delay=options.get("delay", 0))
-        self.models.append(model)
-        return model
-
-
-@pytest.fixture
-def shelf() -> Shelf:
-    return Shelf()
-
-
-def names(server: Server) -> list[str]:
-    return [name for name, place in server.service.registry.places.items() if place.loaded]
-
-
-def text(server: Server, model: str | None = None, **fields: Any) -> str:
-    reply = server.ok("/v1/completions", prompt="x\n", model=model, **fields)
-    found: str = reply["choices"][0]["text"]
-    return found
 
 
 def test_models_are_loaded_when_asked_for(shelf: Shelf) -> None:
@@ -92,18 +57,6 @@ def test_the_longest_idle_one_makes_room(shelf: Shelf, by: str) -> None:
         assert names(server) == ["a", "c"]
         assert text(server, "b") == "I am b"
         assert names(server) == ["b", "c"]
-
-
-def test_a_model_in_use_stays(shelf: Shelf) -> None:
-    slow = [Spec("a", "a", {"delay": 0.02}), Spec("b", "b")]
-    with serving(slow, shelf, models_max=1) as server:
-        thread = threading.Thread(target=text, args=(server, "a"), kwargs={"max_tokens": 60, "ignore_eos": True})
-        thread.start()
-        wait_for(lambda: server.service.admission.inside)
-        error = server.fails("/v1/completions", 503, prompt="x\n", model="b")
-        assert "in use" in error["message"]
-        thread.join()
-        assert text(server, "b") == "I am b"
 
 
 def test_an_idle_model_is_put_away(shelf: Shelf) -> None:
@@ -271,6 +224,37 @@ def test_top_by_its_command() -> None:
         shown = CliRunner().invoke(cli.group, ["top", server.url, "--once"])
         assert "first token" in shown.output
         assert "fake" in shown.output
+
+
+def test_top_shows_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an NVML of two GPUs; the second does not tell its load."""
+
+    def load(handle: int) -> Any:
+        if handle:
+            raise RuntimeError("not supported")
+        return SimpleNamespace(gpu=37)
+
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: "580.1",
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetMemoryInfo=lambda i: SimpleNamespace(total=100 << 30, free=(60 + i) << 30),
+        nvmlDeviceGetUtilizationRates=load,
+        nvmlDeviceGetName=lambda i: f"NVIDIA H{i}00",
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    with serving_model(fake_model(hashed, n_ctx=512)) as server:
+        assert server.ok("/v1/completions", prompt="x", max_tokens=2)
+        result = CliRunner().invoke(cli.group, ["top", server.url, "--once", "--json"])
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.output)["gpus"][:2] == [
+            {"name": "NVIDIA H000", "percent": 37.0, "memory_used_bytes": 40 << 30},
+            {"name": "NVIDIA H100", "percent": None, "memory_used_bytes": 39 << 30},
+        ]
+        shown = CliRunner().invoke(cli.group, ["top", server.url, "--once"]).output
+        assert "37 % 42.9 GB, 41.9 GB" in shown
 
 
 def test_top_without_a_server() -> None:

@@ -1,0 +1,128 @@
+"""A model that is asked for while others have all the memory: it waits for one of them, and takes its place."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from harness import Server, open_stream, serving, wait_for
+from shelf import Shelf, names, text
+
+from edgert.server import room
+from edgert.server.registry import Spec
+from edgert.server.service import Settings
+
+SLOW = {"delay": 0.01}
+
+
+@contextmanager
+def asked(server: Server, *requests: tuple[str, dict[str, Any]]) -> Iterator[list[Future[str]]]:
+    """Requests in work, each of which came when the one before it was inside."""
+    with ThreadPoolExecutor(len(requests)) as pool:
+        found = []
+        for model, fields in requests:
+            inside = server.service.admission.inside
+            found.append(pool.submit(text, server, model, **fields))
+            wait_for(lambda inside=inside: server.service.admission.inside > inside)  # type: ignore[misc]
+        yield found
+
+
+LONG = {"max_tokens": 60, "ignore_eos": True}
+FREELY: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize("by", ["count", "memory"])
+def test_a_model_in_use_is_waited_for_and_makes_room(shelf: Shelf, by: str) -> None:
+    shelf.most = 1 if by == "memory" else 99
+    specs = [Spec("a", "a", SLOW), Spec("b", "b")]
+    with serving(specs, shelf, models_max=1 if by == "count" else 0) as server:
+        with asked(server, ("a", LONG), ("b", FREELY)) as (long, other):
+            time.sleep(0.1)
+            assert names(server) == ["a"] and not long.done() and not other.done()
+            assert len(long.result(10)) == 60  # it loses nothing
+            assert other.result(10) == "I am b"
+        assert names(server) == ["b"]
+        assert text(server, "a") == "I am a"
+
+
+def test_who_waits_too_long_for_a_model_is_told_so(shelf: Shelf) -> None:
+    specs = [Spec("a", "a", SLOW), Spec("b", "b")]
+    with serving(specs, shelf, Settings(queue_timeout=0.2), models_max=1) as server:
+        with asked(server, ("a", LONG)) as (long,):
+            status, headers, data = server.raw("POST", "/v1/completions", b'{"prompt": "x", "model": "b"}')
+            assert status == 503 and int(headers["retry-after"]) >= 1 and b"became idle" in data
+            assert len(long.result(10)) == 60
+        assert text(server, "b") == "I am b"
+
+
+def test_they_are_served_in_the_order_in_which_they_came(shelf: Shelf) -> None:
+    with serving([Spec(name, name, SLOW) for name in "abcd"], shelf, models_max=1) as server:
+        with asked(server, ("a", LONG), ("c", FREELY), ("b", FREELY), ("d", FREELY)) as answers:
+            assert [answer.result(10) for answer in answers[1:]] == ["I am c", "I am b", "I am d"]
+        assert shelf.loads == ["a", "c", "b", "d"]
+
+
+def test_those_who_wait_for_one_model_share_it(shelf: Shelf) -> None:
+    with serving([Spec("a", "a", SLOW), Spec("b", "b")], shelf, models_max=1) as server:
+        with asked(server, ("a", LONG), *[("b", FREELY)] * 5) as answers:
+            assert {answer.result(10) for answer in answers[1:]} == {"I am b"}
+        assert shelf.loads == ["a", "b"]
+
+
+def test_who_leaves_while_waiting_costs_nobody_a_model(shelf: Shelf) -> None:
+    with serving([Spec("a", "a", SLOW), Spec("b", "b")], shelf, models_max=1) as server:
+        with asked(server, ("a", LONG)) as (long,):
+            connection = open_stream(server, model="b")
+            wait_for(lambda: server.service.admission.inside == 2)
+            connection.close()
+            wait_for(lambda: server.service.admission.inside == 1)
+            assert len(long.result(10)) == 60
+        assert text(server, "a") == "I am a"
+        assert shelf.loads == ["a"]
+
+
+def test_a_model_whose_caller_left_while_it_was_loaded_is_kept(shelf: Shelf) -> None:
+    hold, begun = threading.Event(), threading.Event()
+
+    def load(source: Any, **options: Any) -> Any:
+        if source == "b":
+            begun.set()
+            hold.wait(10)
+        return shelf(source, **options)
+
+    with serving([Spec("a", "a"), Spec("b", "b")], load) as server:
+        connection = open_stream(server, model="b")
+        wait_for(begun.is_set)
+        connection.close()
+        wait_for(lambda: not server.service.admission.inside)
+        hold.set()
+        wait_for(lambda: names(server) == ["a", "b"])
+        assert text(server, "b") == "I am b"
+        assert shelf.loads == ["a", "b"]
+
+
+def test_a_model_that_is_never_idle_lets_others_have_their_turn(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "TURN", 0.1)
+    with serving([Spec("a", "a", SLOW), Spec("b", "b")], shelf, models_max=1) as server:
+        ended = threading.Event()
+
+        def crowd() -> int:
+            n = 0
+            while not ended.is_set():
+                assert text(server, "a", max_tokens=8, ignore_eos=True)
+                n += 1
+            return n
+
+        with ThreadPoolExecutor(3) as pool:
+            answers = [pool.submit(crowd) for _ in range(3)]
+            wait_for(lambda: server.service.admission.inside == 3)
+            try:
+                assert text(server, "b") == "I am b"
+            finally:
+                ended.set()
+            assert all(answer.result(10) for answer in answers)
