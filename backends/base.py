@@ -126,6 +126,7 @@ class Backend(ABC):
     n_window: int = 1  # positions that are computed best together, from a multiple of it on
     rounds_windows: bool = False  # whether whole windows are rounded otherwise than their positions one by one
     shares_pages: bool = True  # whether forks share memory, and idle sequences take no more than their positions
+    pauses: bool = False  # whether `in_parts` comes back before a step is done
     fingerprint: str = ""  # of the model and of how it is cached, where the backend knows it
     capabilities: frozenset[str]
     verdict: Verdict
@@ -157,6 +158,16 @@ class Backend(ABC):
         in a quantized type, or the type cannot hold the values.
         """
         raise NotImplementedError
+
+    def in_parts(self, batch: Batch) -> Callable[[float], NDArray[np.float32] | None]:
+        """A step that goes on for about as many seconds as it is called with: None until it is done, then the logits.
+
+        Between the calls other sequences may take steps, but for those of the batch, which may only be forgotten: then
+        it is not called any more.
+
+        Raises: as `forward`, at the first call.
+        """
+        return lambda seconds: self.forward(batch)
 
     def extend(self, tokens: Sequence[int], position: int, sequence: int) -> NDArray[np.float32]:
         """Some tokens more of one sequence: float32 (n, n_vocab), as `forward` gives them. Raises: as `forward`."""

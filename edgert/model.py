@@ -17,7 +17,7 @@ from edgert.backends.base import Backend, Verdict
 from edgert.constraint import Constrainer, Constraint, Grammar
 from edgert.errors import BackendUnavailableError, EdgertError, RequestError
 from edgert.generation import Engine, Generation, Limits, Reading, Scoring, Snapshot
-from edgert.generation.limits import PARALLEL, STALL
+from edgert.generation.limits import PARALLEL, PATIENCE, STALL
 from edgert.options import Options, Params, SamplingParams, function, integer, named, string
 from edgert.reply import Progress, Reply
 from edgert.sampler import Sampler
@@ -64,6 +64,8 @@ def load(
     prefix_quota: int | None = None,
     window: float = 0.0,
     stall: float = STALL,
+    comfort: float | None = None,
+    patience: float = PATIENCE,
     progress: Callable[[int, int], None] | None = None,
     **backend_options: Any,
 ) -> Model:
@@ -95,7 +97,9 @@ def load(
                       "off": none
     prefix_quota:     cached tokens that a user keeps whatever others do; None: a quarter of the cache
     window:           seconds in which an idle engine gathers requests before it begins
-    stall:            while a prompt is read, replies that run wait at most so many times their usual time for a token
+    stall, comfort:   while a prompt is read, replies that run wait for a token at most so many times as long as usual,
+                      or so many seconds, whichever is more; comfort None: what suits the backend
+    patience:         seconds after which a user of whom nothing runs takes a place from one who has several
     progress:         called with (done, all) while kernels are compiled, which happens once on a machine
     backend_options:  passed on to the backend; "n_cached": positions that all requests and the beginnings kept of
                       earlier ones may have together, without it those of one context
@@ -131,6 +135,8 @@ def load(
             n_queue=n_queue,
             window=window,
             stall=stall,
+            comfort=comfort,
+            patience=patience,
             prefix_cache=prefix_cache,
             prefix_quota=prefix_quota,
         )

@@ -12,13 +12,21 @@ from edgert.errors import DoesNotFitError
 
 
 class PagedFake(FakeBackend):
-    """Its sequences have together room for `n_cached` positions, and a page each."""
+    """Its sequences have together room for `n_cached` positions, and a page each.
 
-    def __init__(self, rule: Any = hashed, *, n_cached: int = 0, window: int = 0, **options: Any) -> None:
+    parts:  calls that a step takes which may be interrupted, by whole windows of 16; 0: none may
+    """
+
+    def __init__(
+        self, rule: Any = hashed, *, n_cached: int = 0, window: int = 0, parts: int = 0, **options: Any
+    ) -> None:
         super().__init__(rule, **options)
         self.n_cached = n_cached or self.n_ctx * self.n_seq_max
         pages = -(-self.n_cached // PAGE) + self.n_seq_max
         windows = [0, window] if window else [0]
+        self._parts = parts
+        if parts:
+            self.pauses, self.n_window = True, PAGE
         self.cache = PagedCache(windows, 1, 16, self.n_seq_max, self.n_ctx, pages, self.n_batch)
 
     def forward(self, batch: Batch) -> Any:
@@ -36,6 +44,15 @@ class PagedFake(FakeBackend):
             for sequence in growth:  # as if nothing of the step had been computed
                 self.cache.truncate(sequence, len(self.cells[sequence]))
             raise
+
+    def in_parts(self, batch: Batch) -> Any:
+        done: list[Any] = []
+
+        def go_on(seconds: float) -> Any:
+            done.append(done[0] if done else self.forward(batch).copy())
+            return done[0] if len(done) >= self._parts or seconds > 1e6 else None
+
+        return go_on
 
     def fork(self, source: int, target: int, length: int) -> None:
         assert length == self.reachable(source, length)

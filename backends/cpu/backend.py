@@ -28,6 +28,7 @@ from edgert.backends.cpu.isa import select
 from edgert.backends.cpu.layouts import CACHE_TYPES, CODECS, PAGE, WINDOW
 from edgert.backends.cpu.memory import aligned
 from edgert.backends.cpu.model_weights import pack_model
+from edgert.backends.cpu.parts import Walk
 from edgert.backends.cpu.sampling import NAMES as SAMPLING_KERNELS
 from edgert.backends.cpu.tape import Op, Tape
 from edgert.backends.cpu.team import KERNELS as TEAM_KERNELS
@@ -91,6 +92,7 @@ class CpuBackend(Backend):
         self.n_batch = min(n_batch, max(WINDOW, -(-self.n_ctx // WINDOW) * WINDOW))
         self.n_seq_max, self.n_cached = n_seq_max, n_cached or self.n_ctx * n_seq_max
         self.n_window = WINDOW
+        self.pauses = True
         self.capabilities = frozenset({"fork", "truncate", "batch", "session", "observe", "replace"})
         n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
         if weights_as not in (None, *FLOAT_CODECS):
@@ -246,12 +248,37 @@ class CpuBackend(Backend):
 
     def _walk(self, shape: Shape, n_wanted: int) -> NDArray[np.float32]:
         """Runs a step that lies in the buffers: float32 (n_wanted, n_vocab)."""
-        tape = self._tapes.get(shape) or self._make_tape(shape, self._tapes, self._graph.ops)
+        tape = self._tape(shape)
+        logits = self._aim(tape, n_wanted)
+        self._team.run(tape.words)
+        return self._result(logits, n_wanted)
+
+    def in_parts(self, batch: Batch) -> Callable[[float], NDArray[np.float32] | None]:
+        begun: list[tuple[Walk, Tape, int]] = []
+
+        def go_on(seconds: float) -> NDArray[np.float32] | None:
+            if not begun:
+                shape, n_wanted = self._lay_out(batch)
+                tape = self._tape(shape)
+                begun.append((Walk(tape, self._team, self._graph.state(len(batch))), tape, n_wanted))
+            walk, tape, n_wanted = begun[0]
+            logits = self._aim(tape, n_wanted)  # each time: the steps between may have taken it elsewhere
+            return self._result(logits, n_wanted) if walk.go_on(seconds) else None
+
+        return go_on
+
+    def _tape(self, shape: Shape) -> Tape:
+        return self._tapes.get(shape) or self._make_tape(shape, self._tapes, self._graph.ops)
+
+    def _aim(self, tape: Tape, n_wanted: int) -> NDArray[np.float32]:
+        """Room for so many logits, where the tape will put them."""
         logits = self._room_for_logits(n_wanted)
         if n_wanted and tape.logits is not logits:
             self._graph.set_logits(tape.ops, logits)
             tape.logits = logits
-        self._team.run(tape.words)
+        return logits
+
+    def _result(self, logits: NDArray[np.float32], n_wanted: int) -> NDArray[np.float32]:
         result = logits[:n_wanted, : self.n_vocab]
         softcap = self.architecture.final_logit_softcapping
         if softcap:

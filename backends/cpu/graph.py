@@ -174,6 +174,7 @@ class Graph:
             ops += self._activate(groups, weights)
             post = weights.norms.get("post_ffw_norm")
             ops += self._product(groups, weights.ffn_down, *self._residual(post), gated=weights.gate_up is not None)
+            ops[-1].ends_layer = True
         if shape.wanted:
             if post is not None:
                 everything = Group(ZERO, N_TOKENS, "int8", 0)
@@ -198,6 +199,13 @@ class Graph:
         """Room for the widest rows in float32, where tiles are spread out."""
         most = max(matrix.n_cols for matrix in self.weights.matrices())
         return self.arena.take(len(self.tokens) * most * 4)
+
+    def state(self, n: int) -> list[NDArray[Any]]:
+        """What the next layer finds of a step of n rows, and nothing else."""
+        rows: list[NDArray[Any]] = [self.x, self.tokens, self.positions, self.slots, self.wanted]
+        rows += [] if self.post is self.x else [self.post]
+        rows += [table for _, table in self.rope_tables.values()]
+        return [self.header, *(array[:n] for array in rows)]
 
     def _residual(self, post: Norm | None) -> tuple[NDArray[np.float32], str]:
         """Where the product that ends a block goes: added to x, or aside if a norm comes between."""

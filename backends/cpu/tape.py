@@ -55,11 +55,13 @@ class Op:
         self.arguments = np.array(list(arguments), np.int64)
         self.meet = meet
         self.reads = reads
+        self.ends_layer = False
 
 
 class Tape:
     """Ops made ready to be walked: int64 (n_ops, 3), and all arguments in one piece.
 
+    layers:  how many ops there are up to the end of each layer, all of them in the end
     logits:  where the ops put them at present
     """
 
@@ -73,6 +75,7 @@ class Tape:
             op.arguments = place
         self.words = arena.integers(len(ops), 3)
         self.words[:] = [[addresses[op.kernel], op.arguments.ctypes.data, op.meet] for op in ops]
+        self.layers = [*(i for i, op in enumerate(ops, 1) if op.ends_layer), len(ops)]
 
     def pieces(self) -> Iterator[tuple[NDArray[np.int64], Reads]]:
         """The tape cut before each product: the ops since the product before, and what the product reads.

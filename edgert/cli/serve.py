@@ -37,7 +37,9 @@ from edgert.cli.loading import model_path, options_of
 @flag("--cache-tokens", type=click.IntRange(0), help="Tokens cached in all.  [4 contexts, if they fit]")
 @flag("--prefix-cache", help="Whose cached beginnings a prompt may use: shared, user, off.  [shared]")
 @flag("--window", type=click.FloatRange(0, 10), help="Seconds in which an idle engine gathers requests.  [0]")
-@flag("--stall", type=click.FloatRange(1), help="How much longer running answers may wait beside a prompt.  [3 times]")
+@flag("--stall", type=click.FloatRange(1), help="Running answers may wait so many times as long beside a prompt.  [3]")
+@flag("--comfort", type=click.FloatRange(0, 10), help="Or so many seconds, if that is longer.  [by backend]")
+@flag("--patience", type=click.FloatRange(0), help="Seconds until who gets nothing takes a place of others.  [1]")
 @flag("--timeout", type=click.FloatRange(0), default=0, help="Seconds that an answer may take; 0: any.  [0]")
 @flag("--queue-timeout", type=click.FloatRange(0), default=0, help="Seconds that a request may wait; 0: any.  [0]")
 @flag("--max-body", type=click.IntRange(1024), default=16 << 20, help="Most bytes of a request.  [16 MiB]")
@@ -69,7 +71,7 @@ def command(**flags: Any) -> None:
     flags.pop("metrics"), flags.pop("config")
     aliases, keep_alive = flags.pop("alias"), registry.duration(flags.pop("keep_alive"))
     parallel, queue, most = flags.pop("parallel"), flags.pop("queue"), flags.pop("models_max")
-    kept = {name: flags.pop(name) for name in ("prefix_cache", "window", "stall")}
+    kept = {name: flags.pop(name) for name in ("prefix_cache", "window", "stall", "comfort", "patience")}
     kept = {name: value for name, value in kept.items() if value is not None}
     options = options_of(flags) | {"sampling": sampling}
     cached, name = flags.pop("cache_tokens"), flags.pop("model")

@@ -9,6 +9,7 @@ from edgert.options import integer, real
 
 PREFIX_CACHES = ("shared", "user", "off")
 STALL = 3.0
+PATIENCE = 1.0  # seconds
 PARALLEL = 4  # requests computed at once, unless told otherwise
 
 
@@ -20,7 +21,8 @@ class Limits:
     n_queue:       requests that may wait besides; None: any number
     window:        seconds in which an idle engine gathers requests before the first step
     stall, comfort:  while a prompt is read, replies that run wait for a token at most so many times as long as usual,
-                   or so many seconds, if that is longer: nobody reads faster
+                   or so many seconds, if that is longer; comfort None: none where the backend can be interrupted
+                   within a step, else 0.04
     patience:      seconds after which a user of whom nothing runs takes a place from one who has several
     prefix_cache:  whose cached beginnings a prompt may use: "shared": anybody's; "user": those of the same user, so
                    that nobody learns from his times what others asked; "off": none
@@ -34,8 +36,8 @@ class Limits:
     n_queue: int | None = None
     window: float = 0.0
     stall: float = STALL
-    comfort: float = 0.04
-    patience: float = 1.0
+    comfort: float | None = None
+    patience: float = PATIENCE
     prefix_cache: str = "shared"
     prefix_quota: int | None = None
 
@@ -47,9 +49,10 @@ class Limits:
         for name, least, most in (
             ("window", 0.0, 10.0),
             ("stall", 1.0, 1e6),
-            ("comfort", 0.0, 10.0),
             ("patience", 0.0, 1e9),
         ):
             object.__setattr__(self, name, real(name, getattr(self, name), least, most))
+        if self.comfort is not None:
+            object.__setattr__(self, "comfort", real("comfort", self.comfort, 0.0, 10.0))
         if self.prefix_cache not in PREFIX_CACHES:
             raise RequestError("prefix_cache", f"is one of {', '.join(PREFIX_CACHES)}, not {self.prefix_cache!r}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,15 +24,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+COMFORT = 0.04  # seconds that replies wait beside a prompt, where a step cannot be interrupted
 STEPS = 32  # steps that are counted together
 FEW = 32  # tokens of one reply that the backend is given without the ado of a batch
 _NO_LOGITS = np.empty((0, 0), np.float32)
 
 
+class Window(NamedTuple):
+    """Whole windows of a task's prompt on their way, which are read between the steps of replies."""
+
+    task: Task
+    n_tokens: int
+    n_rows: int  # of logits
+    go_on: Callable[[float], NDArray[np.float32] | None]
+
+
 class Lockstep:
     """Tasks that have a slot, all of them a step further at a time.
 
-    How much of whose prompt a step reads is the pace's affair (`schedule.Pace`).
+    How much of whose prompt a step reads is the pace's affair (`schedule.Pace`). Where the backend can be interrupted,
+    whole windows are read a few layers at a time between the steps of replies; elsewhere beside them, in one step.
 
     tasks:      those that run, in the order in which they began
     meanwhile:  called right before the backend computes, which frees the interpreter for other threads
@@ -51,9 +63,14 @@ class Lockstep:
         self._queue, self._slots, self._counters = queue, slots, counters
         self._meanwhile = meanwhile
         self._shared_by_users = limits.prefix_cache != "user"  # so that one's tokens may be guessed for another
-        self._pace = Pace(backend.n_batch, backend.n_window, limits.stall, limits.comfort)
+        comfort = (0.0 if backend.pauses else COMFORT) if limits.comfort is None else limits.comfort
+        self._pace = Pace(backend.n_batch, backend.n_window, limits.stall, comfort)
+        self._interruptible = backend.pauses and backend.n_batch >= backend.n_window
+        self._window: Window | None = None
+        self._n_windows = 0  # that have begun
         self.tasks: list[Task] = []
         self._n_readings = 0  # tasks that observe, among them
+        self._spent = 0.0  # seconds of the latest batch
         self._steps: list[float] = []  # begin and end of those that are not counted yet
         self._n_replies = self._n_single = self._n_wide = self._depth = 0  # of the present step, as Pace counts
         n = backend.n_batch
@@ -69,6 +86,8 @@ class Lockstep:
     def leave(self, task: Task) -> None:
         """Lets a task go, before its slot is released."""
         self._account()
+        if self._window and self._window.task is task:
+            self._window = None
         self.tasks.remove(task)
         self._n_readings -= isinstance(task, Reading)
         if task.done and isinstance(task, Generation):
@@ -77,15 +96,20 @@ class Lockstep:
             self._counters.drafted(task.drafts)
 
     def step(self) -> None:
-        """Evaluates one batch, in which each task has its part, and hands out its logits.
+        """Evaluates a batch in which each task has its part, and something of a prompt's window, if one is on its way.
 
         Raises: DoesNotFitError when the cache is full; whatever the backend raises.
         """
         parts = self._plan()
         if self._n_readings:
             parts = self._observed(parts)
-        if not parts:
-            return
+        if parts:
+            self._evaluate(parts)
+        if self._window:
+            self._read_on(self._window)
+
+    def _evaluate(self, parts: list[tuple[Task, int, int]]) -> None:
+        """One batch, whose logits are handed out."""
         guessed = self._guess(parts) if self._speculator else None
         began = perf_counter()
         try:
@@ -94,8 +118,10 @@ class Lockstep:
             if not guessed:
                 raise
             guessed, (logits, row) = None, (self._forward(parts), 0)
-        self._steps += (began, perf_counter())
-        if self._n_single or self._n_wide or len(self._steps) >= 2 * STEPS:
+        ended = perf_counter()
+        self._spent = ended - began
+        self._steps += (began, ended)
+        if self._n_single or self._n_wide or self._window or len(self._steps) >= 2 * STEPS:
             self._account(parts)
         for task, count, rows in guessed or parts:
             task.slot.n_cached += count
@@ -117,14 +143,65 @@ class Lockstep:
         if len(parts) < len(self.tasks):
             prompts = [task for task in self.tasks if task.slot.pending > 1]
             window, turn = self._backend.n_window, self._counters.n_steps
+            whole = [task for task in prompts if self._fills_window(task)]
+            if not self._window and whole and parts:
+                self._window = self._begin_window(whole)
+            if self._window:  # the others read what is no whole window
+                prompts = [task for task in prompts if task not in whole]
+            if not prompts:
+                return parts
             self._depth = max(task.slot.n_cached for task in prompts)
             budget, singles = self._pace.allows(len(parts), self._depth)
-            for task, count in shared_out(prompts, budget, singles, window, turn):
+            for task, count in shared_out(prompts, singles if self._window else budget, singles, window, turn):
                 wide = wide_part(task.slot.n_cached, count, window)
                 self._n_wide += wide
                 self._n_single += count - wide
                 parts.append((task, count, count if task.want_all else int(count == task.slot.pending)))
         return parts
+
+    def _fills_window(self, task: Task) -> bool:
+        """Whether what the task reads next is a window that can be read between steps."""
+        slot, window = task.slot, self._backend.n_window
+        return (
+            self._interruptible
+            and isinstance(task, Generation)
+            and slot.n_cached % window == 0
+            and slot.pending >= window
+        )
+
+    def _begin_window(self, tasks: Sequence[Task]) -> Window:
+        """The next window of one of these tasks, of another user than before if there is one."""
+        n = self._backend.n_window
+        task, _ = shared_out(tasks, n, window=n, turn=self._n_windows)[0]
+        self._n_windows += 1
+        slot = task.slot
+        rows = int(slot.pending == n)
+        tokens = slot.tokens[slot.n_cached : slot.n_cached + n].tolist()
+        batch = Batch.of(tokens, slot.n_cached, slot.sequence, "last" if rows else "none")
+        return Window(task, n, rows, self._backend.in_parts(batch))
+
+    def _read_on(self, window: Window) -> None:
+        """Reads so much of a window as replies can wait for, or all of it where there are none."""
+        task = window.task
+        seconds = self._pace.seconds(self._n_replies, self._spent) if self._n_replies else math.inf
+        self._meanwhile()
+        try:
+            users = [task.user for task in self.tasks]
+            logits = self._slots.making_room(lambda: window.go_on(seconds), users, alone=len(self.tasks) == 1)
+            if logits is None:
+                return
+            self._window = None
+            task.slot.n_cached += window.n_tokens
+            self._counters.prompt_tokens += window.n_tokens
+            task.advance(logits[: window.n_rows])
+        except DoesNotFitError:
+            self._window = None
+            raise
+        except Exception as error:  # its own affair, the others go on
+            self._window = None
+            if not isinstance(error, EdgertError):
+                logger.exception("a request failed")
+            task.fail(error)
 
     def _guess(self, parts: list[tuple[Task, int, int]]) -> list[tuple[Generation, int, int]] | None:
         """The same parts with guesses to check; None unless all wait for their next token."""
@@ -229,8 +306,9 @@ class Lockstep:
         n_prompt = self._n_single + self._n_wide if parts else 0
         times = list(zip(steps[::2], steps[1::2], strict=True))
         steps.clear()
-        for began, ended in times[:-1] if n_prompt else times:
-            self._pace.learn(len(running), 0, 0, 0, ended - began)
+        disturbed = self._window is not None  # what a window leaves in the processor's caches is not what replies need
+        for began, ended in () if disturbed else times[:-1] if n_prompt else times:
+            self._pace.learn(self._n_replies, 0, 0, 0, ended - began)
         if n_prompt:
             seconds = times[-1][1] - times[-1][0]
             self._pace.learn(self._n_replies, self._n_single, self._n_wide, self._depth, seconds)

@@ -234,14 +234,18 @@ class Pace:
             return known.get(n_replies, 0.0)
         return known[min(known, key=lambda n: (abs(n - n_replies), n))]
 
+    def seconds(self, n_replies: int, spent: float = 0.0) -> float:
+        """That reading may take in a step of so many replies, which took so long themselves or what they usually do."""
+        usual = self.usual(n_replies)
+        return max(MARGIN * self._stall * usual - max(usual, spent), self._comfort) if n_replies else LONGEST
+
     def allows(self, n_replies: int, depth: int) -> tuple[int, int]:
         """Tokens of prompts that a step of so many replies may read, and how many of them outside whole windows.
 
         depth:  positions before them
         """
         room, window = self._n_batch - n_replies, self._window
-        usual = self.usual(n_replies)
-        seconds = max((MARGIN * self._stall - 1) * usual, self._comfort) if n_replies else LONGEST
+        seconds = self.seconds(n_replies)
         wide = self._wide(depth) if self._wide.known else None
         single = self._single(depth) if self._single.known else wide and DEARER * wide
         if single is None and not n_replies:

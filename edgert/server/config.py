@@ -30,6 +30,10 @@ ARGUMENTS = {
     "prefix-cache": "prefix_cache",
     "prefix-quota": "prefix_quota",
     "parallel": "n_parallel",
+    "window": "window",
+    "stall": "stall",
+    "comfort": "comfort",
+    "patience": "patience",
     "sampling": "sampling",
 }
 OTHERS = ("model", "aliases", "keep-alive")

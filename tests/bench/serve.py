@@ -168,12 +168,14 @@ def main() -> None:
     parser.add_argument("--system", type=int, default=2000, help="tokens of the repeated prompt")
     parser.add_argument("--stall", type=int, default=4000, help="tokens of the prompt that is read beside a stream")
     parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--comfort", type=float, help="as edgert serve takes it")
     parser.add_argument("--port", type=int, default=18080)
     parser.add_argument("--llama-server", help="binary to compare with")
     arguments = parser.parse_args()
     port, n, threads = arguments.port, str(arguments.clients), str(arguments.threads)
     ours = [sys.executable, "-m", "edgert", "serve", "-m", arguments.model, "-c", str(arguments.context)]
     ours += ["-t", threads, "--port", str(port), "-np", n]
+    ours += ["--comfort", str(arguments.comfort)] if arguments.comfort is not None else []
     found: dict[str, Any] = {}
     with running(ours, port) as client:
         found["edgert"] = measure(client, arguments)

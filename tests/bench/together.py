@@ -1,6 +1,6 @@
 """Requests beside each other: what a long prompt costs a running reply, many clients, a beginning that is known.
 
-`python tests/bench/together.py [MODEL] [-t THREADS] [--only stall|clients|prefix]` prints
+`python tests/bench/together.py [MODEL] [-t THREADS] [--only stall|clients|prefix] [--comfort S]` prints
 
 stall    the gaps between the pieces of a reply, alone and while another's prompt of 4,000 tokens is read
 clients  tokens a second of one client and of eight at once, 126 tokens of prompt and 128 of reply each
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 import edgert
+from edgert.generation.limits import STALL
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 WORDS = ["lighthouse", "keeper", "old", "stone", "wall", "ships", "water", "birds", "rain", "west", "night", "lamps"]
@@ -122,8 +123,11 @@ def main() -> None:
     parser.add_argument("-t", type=int, help="threads")
     parser.add_argument("--only", choices=["stall", "clients", "prefix"])
     parser.add_argument("--spec", default="off")
+    parser.add_argument("--stall", type=float, default=STALL)
+    parser.add_argument("--comfort", type=float)
     args = parser.parse_args()
-    with edgert.load(args.model, n_threads=args.t, n_ctx=8192, n_parallel=8, spec=args.spec, n_cached=16384) as model:
+    options: dict[str, Any] = {"n_threads": args.t, "spec": args.spec, "stall": args.stall, "comfort": args.comfort}
+    with edgert.load(args.model, n_ctx=8192, n_parallel=8, n_cached=16384, **options) as model:
         model.generate(prompt(model, 600, 1), max_tokens=20, **GREEDY)
         for part in (stall, clients, prefix):
             if args.only in (None, part.__name__):

@@ -1,0 +1,127 @@
+"""Prompts that are read between the steps of replies, where a step can be interrupted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from paged_fake import PagedFake
+from test_engine_schedules import by_hand, check, finish, generation, result
+from test_overload import text, told
+
+from edgert.errors import DoesNotFitError
+from edgert.generation import Limits
+
+PARTS = 3  # that a window takes
+
+
+def reading(n_prompt: int, users: tuple[str, ...] = ("b",), **options: Any) -> Any:
+    """An engine with a reply that runs, and prompts of so many tokens that come then."""
+    backend = PagedFake(n_ctx=400, n_batch=64, n_seq_max=6, parts=PARTS, **options)
+    engine = by_hand(backend, Limits(prefix_cache="off"))
+    reply = generation([1, 2, 3], user="a", max_tokens=200)
+    engine.submit(reply)
+    for _ in range(3):
+        engine._turn()
+    backend.batches.clear()
+    prompts = [generation(text(i, n_prompt), user=user, max_tokens=5) for i, user in enumerate(users)]
+    for task in prompts:
+        engine.submit(task)
+    return backend, engine, reply, prompts
+
+
+def test_every_step_of_a_window_gives_a_reply_its_token() -> None:
+    backend, engine, reply, (prompt,) = reading(64)
+    before = reply.n_predicted
+    for turn in range(1, 4 * PARTS + 1):
+        assert prompt.n_predicted == 0
+        engine._turn()
+        check(engine, backend)
+        assert reply.n_predicted == before + turn
+    assert prompt.n_predicted == 1  # the last window's logits, and no step of its own for them
+    windows = [batch for batch in backend.batches if len(batch) > 1]
+    assert [len(batch) for batch in windows] == [16] * 4
+    assert all(len(set(batch.sequences)) == 1 for batch in windows)
+    finish(engine, [reply, prompt])
+    assert result(reply) == (told([1, 2, 3], 200), "length")
+    assert result(prompt) == (told(text(0, 64), 5), "length")
+    assert engine.snapshot().prompt_tokens == 3 + 64
+    assert backend.n_pages == 0
+
+
+def test_what_is_no_whole_window_is_read_beside_the_reply() -> None:
+    backend, engine, reply, (prompt,) = reading(41)
+    engine._turn()
+    sequence = prompt.slot.sequence
+    finish(engine, [prompt])
+    assert result(prompt) == (told(text(0, 41), 5), "length")
+    mixed = [batch for batch in backend.batches if len(set(batch.sequences)) == 2]
+    places = [p for b in mixed for s, p in zip(b.sequences, b.positions, strict=True) if s == sequence and p < 41]
+    assert places == list(range(32, 41))
+    finish(engine, [reply])
+
+
+def test_users_read_a_window_each_in_turn() -> None:
+    backend, engine, reply, prompts = reading(160, ("b", "c"))
+    while not any(task.n_predicted for task in prompts):
+        engine._turn()
+        check(engine, backend)
+        assert abs(prompts[0].slot.n_cached - prompts[1].slot.n_cached) <= 16
+    finish(engine, [*prompts, reply])
+    for i, task in enumerate(prompts):
+        assert result(task) == (told(text(i, 160), 5), "length")
+
+
+@pytest.mark.parametrize("n_turns", range(1, 2 * PARTS))
+def test_who_leaves_within_a_window_gives_it_back(n_turns: int) -> None:
+    backend, engine, reply, (prompt,) = reading(160)
+    for _ in range(n_turns):
+        engine._turn()
+    pages = backend.n_pages
+    prompt.cancelled = True
+    engine._turn()
+    assert prompt.done and result(prompt) == ([], "cancelled")
+    check(engine, backend)
+    assert backend.n_pages < pages and engine._work._window is None
+    finish(engine, [reply])
+    assert result(reply) == (told([1, 2, 3], 200), "length")
+
+
+def test_one_that_is_set_aside_within_a_window_reads_it_again() -> None:
+    backend, engine, reply, (prompt,) = reading(64)
+    engine._turn()
+    engine._turn()
+    assert engine._work._window is not None
+    engine._admission.set_aside(prompt)
+    check(engine, backend)
+    finish(engine, [prompt, reply])
+    assert result(prompt) == (told(text(0, 64), 5), "length")
+
+
+def test_a_window_is_finished_at_once_when_no_reply_is_left() -> None:
+    _, engine, reply, (prompt,) = reading(64)
+    engine._turn()
+    assert engine._work._window is not None
+    reply.cancelled = True
+    engine._turn()
+    assert engine._work._window is None and prompt.slot.n_cached == 16
+    finish(engine, [prompt])
+    assert result(prompt) == (told(text(0, 64), 5), "length")
+
+
+@pytest.mark.parametrize("fault", [OSError("fault"), DoesNotFitError("full")])
+def test_a_window_that_fails_is_its_own_affair(fault: Exception) -> None:
+    backend, engine, reply, (prompt,) = reading(64)
+
+    def fail(batch: Any) -> None:
+        if len(batch) == 16:
+            backend.before_forward = None
+            raise fault
+
+    backend.before_forward = fail
+    finish(engine, [prompt, reply])
+    assert result(reply) == (told([1, 2, 3], 200), "length")
+    ended = result(prompt)
+    assert ended == (([], "OSError") if isinstance(fault, OSError) else (told(text(0, 64), 5), "length"))
+    check(engine, backend)
+    assert backend.n_pages == 0
