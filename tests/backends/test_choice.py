@@ -432,6 +432,12 @@ def test_agreement_is_that_of_probabilities() -> None:
     assert choice.agreement(a, b[:1])[0] == 0.0
 
 
+def test_near_ties_agree() -> None:
+    a = np.array([[1.0, 1.2, -5.0]], np.float32)
+    assert choice.agreement(a, np.array([[1.2, 1.0, -5.0]], np.float32))[0] == 1.0
+    assert choice.agreement(a, np.array([[1.0, 1.2, 3.0]], np.float32))[0] == 0.0
+
+
 def test_rates_are_those_of_the_clock(path: Path) -> None:
     with GGUFFile.open(path) as file:
         backend = type("Slow", (Twin,), {"pause": 0.01})(file, n_ctx=128, n_threads=1)
@@ -526,10 +532,10 @@ def test_llama_where_not_a_layer_fits(monkeypatch: pytest.MonkeyPatch, path: Pat
 
 @needs_llama
 def test_llama_with_wrong_answers(monkeypatch: pytest.MonkeyPatch, fake_gpu: None, path: Path) -> None:
-    from edgert.backends.llama import library
+    from edgert.backends.llama import backend as llama
 
     garbage = (ctypes.c_float * (512 * 384))(*np.random.default_rng(0).normal(0, 5, 512 * 384))
-    monkeypatch.setattr(library.library(), "llama_get_logits", lambda _: garbage)
+    monkeypatch.setattr(llama, "function", lambda name, *types: lambda context: ctypes.addressof(garbage))
     monkeypatch.setattr(accelerators, "present", lambda *_: frozenset({"gpu"}))
     backend = load(path)
     backend.close()

@@ -22,14 +22,14 @@ import numpy as np
 class Bare:
     """llama-bench's loop."""
 
-    def __init__(self, path: Path, n_ctx: int, n_threads: int, gpu: bool = False) -> None:
-        """gpu: all layers on the first GPU."""
+    def __init__(self, path: Path, n_ctx: int, n_threads: int, n_gpu_layers: int = 0) -> None:
+        """n_gpu_layers: on the first GPU; -1: all."""
         from edgert.backends.llama.library import library
 
         self.llama = llama = library()
         params = llama.llama_model_default_params()
-        params.use_extra_bufts = gpu
-        params.n_gpu_layers, params.split_mode = (-1, 0) if gpu else (0, 1)
+        params.use_extra_bufts = False
+        params.n_gpu_layers, params.split_mode = n_gpu_layers, 0 if n_gpu_layers else 1
         self.model = llama.llama_model_load_from_file(str(path).encode(), params)
         options = llama.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch = n_ctx, 2048, 512

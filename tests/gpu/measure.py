@@ -140,7 +140,7 @@ def medians(sides: dict[str, Callable[[], float]], rounds: int = 2) -> dict[str,
     return {side: min(times) for side, times in found.items()}
 
 
-def loops(backend: Any, path: Path) -> dict[str, dict[str, float]]:
+def loops(backend: Any, path: Path, n_gpu_layers: int = -1, n_gen: int = N_GEN) -> dict[str, dict[str, float]]:
     """Tokens per second: of the backend as `edgert bench` drives it, of its single steps as a reply takes them, and of
     llama-bench's loop in this process, in turn."""
     from llama_overhead import Bare, seconds
@@ -148,7 +148,7 @@ def loops(backend: Any, path: Path) -> dict[str, dict[str, float]]:
     from edgert.backends.base import Batch
     from edgert.devices import probe
 
-    bare = Bare(path, max(N_PROMPT, N_GEN), probe.default_threads(), gpu=True)
+    bare = Bare(path, max(N_PROMPT, n_gen), probe.default_threads(), n_gpu_layers=n_gpu_layers)
     ids = np.random.default_rng(0).integers(0, backend.n_vocab, N_PROMPT).tolist()
     whole = (bare.llama.llama_token * N_PROMPT)(*ids)
 
@@ -159,7 +159,7 @@ def loops(backend: Any, path: Path) -> dict[str, dict[str, float]]:
         backend.free(0)
 
     found: dict[str, dict[str, float]] = {}
-    for name, n, parts in ((f"pp{N_PROMPT}", N_PROMPT, [ids]), (f"tg{N_GEN}", N_GEN, [[i] for i in ids[:N_GEN]])):
+    for name, n, parts in ((f"pp{N_PROMPT}", N_PROMPT, [ids]), (f"tg{n_gen}", n_gen, [[i] for i in ids[:n_gen]])):
         batches = [Batch.of(part, i * len(part)) for i, part in enumerate(parts)]
 
         def forward(tokens: list[int], position: int, batches: list[Any] = batches) -> None:
@@ -169,7 +169,7 @@ def loops(backend: Any, path: Path) -> dict[str, dict[str, float]]:
             "forward": lambda parts=parts, forward=forward: seconds(clear, forward, parts),
             "bare loop": lambda parts=parts: seconds(bare.clear, bare_step, parts),
         }
-        if n == N_GEN:
+        if n == n_gen:
             sides["extend"] = lambda parts=parts: seconds(clear, lambda t, at: backend.extend(t, at, 0), parts)
         found[name] = {side: round(n / best, 1) for side, best in medians(sides).items()}
     bare.close()
@@ -222,7 +222,7 @@ def beside(
         for _ in range(2):
             theirs.append(llama_bench(binary, path, n, n_gen, *flags))
             ours.append(rates(backend, n_gen=n_gen))
-        inside = {} if alone else loops(backend, path)
+        inside = {} if alone else loops(backend, path, int(details["n_gpu_layers"]), n_gen)
     finally:
         backend.close()
     best = lambda runs: {test: max(run[test] for run in runs) for test in runs[0]}  # noqa: E731
@@ -332,7 +332,7 @@ def partial(path: Path, limit_mib: int, binary: Path) -> dict[str, Any]:
     # Without layouts of its own (AMX among them) for the CPU's layers where our backend found that those fail.
     flags = ["-ngl", details["n_gpu_layers"], "-t", probe.default_threads()]
     flags += ["--repack", 0] if "amx" in details else []
-    found = beside(binary, path, options, flags, n=4, n_gen=32, alone=True)
+    found = beside(binary, path, options, flags, n=4, n_gen=16)
     return {"limit_mib": limit_mib, "taken_mib": taken >> 20, **found}
 
 
