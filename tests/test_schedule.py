@@ -418,3 +418,18 @@ def test_a_step_is_never_overfull_and_never_idle(
     assert all(0 < count <= each.slot.pending for each, count in parts)
     assert len({id(each) for each, _ in parts}) == len(parts)
     assert bool(parts) == bool(tasks and budget)
+
+
+def test_where_several_prompts_are_read_each_gets_its_time() -> None:
+    pace = Pace(512, 64, 3.0, 0.0)
+    for _ in range(20):
+        pace.learn(2, 0, 0, 0, 0.005)
+    alone = pace.seconds(2)
+    assert alone == pytest.approx(0.8 * 3 * 0.005 - 0.005)
+    assert pace.seconds(2, 3) == pytest.approx(3 * alone)
+    assert pace.seconds(2, 100) == 0.04
+    assert pace.seconds(2, 1, spent=0.01) == pytest.approx(0.8 * 3 * 0.005 - 0.01)
+    assert pace.seconds(2, 9, spent=1.0) == 0.0
+    slow = Pace(512, 64, 3.0, 0.0)
+    slow.learn(2, 0, 0, 0, 0.1)
+    assert slow.seconds(2, 9) == slow.seconds(2, 1) == pytest.approx(0.14)

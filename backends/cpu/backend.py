@@ -153,8 +153,14 @@ class CpuBackend(Backend):
         compiler.addresses(sorted(names), self.isa, self._progress)
 
     def prepare(self, n_tokens: int) -> None:
-        shapes = {self._graph.shape(0, n, n) for n in range(1, min(n_tokens, WINDOW) + 1)}
+        graph, most = self._graph, min(n_tokens, WINDOW)
+        replies = [graph.shape(0, n, n) for n in range(1, most + 1)]
+        beside_prompts = [graph.shape(0, SPARE, n) for n in range(most + 1)]
+        prompts = [graph.shape(WINDOW, rest, n) for rest in (0, SPARE) for n in (0, 1)]
+        shapes = dict.fromkeys([*replies, *beside_prompts, *prompts])
         self._compile(shapes)
+        for shape in shapes:  # which takes some milliseconds, for which nobody shall wait later
+            self._tape(shape)
 
     def _center_keys(self) -> None:
         """Finds the mean that keys of few bits are held less of, from some tokens that the model reads.

@@ -15,7 +15,7 @@ from edgert.backends.base import Backend, Batch
 from edgert.errors import DoesNotFitError, EdgertError
 from edgert.generation.limits import Limits
 from edgert.generation.metrics import Counters
-from edgert.generation.schedule import Pace, Queue, shared_out, wide_part
+from edgert.generation.schedule import UNMINDED, Pace, Queue, shared_out, wide_part
 from edgert.generation.slots import Slots
 from edgert.generation.task import Generation, Reading, Task
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COMFORT = 0.04  # seconds that replies wait beside a prompt, where a step cannot be interrupted
 STEPS = 32  # steps that are counted together
 FEW = 32  # tokens of one reply that the backend is given without the ado of a batch
 _NO_LOGITS = np.empty((0, 0), np.float32)
@@ -63,13 +62,14 @@ class Lockstep:
         self._queue, self._slots, self._counters = queue, slots, counters
         self._meanwhile = meanwhile
         self._shared_by_users = limits.prefix_cache != "user"  # so that one's tokens may be guessed for another
-        comfort = (0.0 if backend.pauses else COMFORT) if limits.comfort is None else limits.comfort
+        comfort = (0.0 if backend.pauses else UNMINDED) if limits.comfort is None else limits.comfort
         self._pace = Pace(backend.n_batch, backend.n_window, limits.stall, comfort)
         self._interruptible = backend.pauses and backend.n_batch >= backend.n_window
         self._window: Window | None = None
         self._n_windows = 0  # that have begun
         self.tasks: list[Task] = []
         self._n_readings = 0  # tasks that observe, among them
+        self._n_readers = 0  # prompts that are being read
         self._spent = 0.0  # seconds of the latest batch
         self._steps: list[float] = []  # begin and end of those that are not counted yet
         self._n_replies = self._n_single = self._n_wide = self._depth = 0  # of the present step, as Pace counts
@@ -142,6 +142,7 @@ class Lockstep:
         self._n_replies, self._n_single, self._n_wide = len(parts), 0, 0
         if len(parts) < len(self.tasks):
             prompts = [task for task in self.tasks if task.slot.pending > 1]
+            self._n_readers = len(prompts)
             window, turn = self._backend.n_window, self._counters.n_steps
             whole = [task for task in prompts if self._fills_window(task)]
             if not self._window and whole and parts:
@@ -151,7 +152,7 @@ class Lockstep:
             if not prompts:
                 return parts
             self._depth = max(task.slot.n_cached for task in prompts)
-            budget, singles = self._pace.allows(len(parts), self._depth)
+            budget, singles = self._pace.allows(len(parts), self._depth, self._n_readers)
             for task, count in shared_out(prompts, singles if self._window else budget, singles, window, turn):
                 wide = wide_part(task.slot.n_cached, count, window)
                 self._n_wide += wide
@@ -183,7 +184,7 @@ class Lockstep:
     def _read_on(self, window: Window) -> None:
         """Reads so much of a window as replies can wait for, or all of it where there are none."""
         task = window.task
-        seconds = self._pace.seconds(self._n_replies, self._spent) if self._n_replies else math.inf
+        seconds = self._pace.seconds(self._n_replies, self._n_readers, self._spent) if self._n_replies else math.inf
         self._meanwhile()
         try:
             users = [task.user for task in self.tasks]

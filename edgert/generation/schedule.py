@@ -19,6 +19,7 @@ REMEMBERED_USERS = 4096  # whose consumption is known although nothing of them i
 FIRST = 8  # tokens of a prompt that a step reads beside replies as long as nothing is known
 DEARER = 3.0  # a token outside whole windows, as long as nothing is known
 LONGEST = 0.5  # seconds of a step in which nobody waits for a token, since a cancellation waits for its end
+UNMINDED = 0.04  # seconds of a step, where several prompts are read
 MARGIN = 0.8  # of the time that a step may take, because times scatter
 
 
@@ -234,18 +235,24 @@ class Pace:
             return known.get(n_replies, 0.0)
         return known[min(known, key=lambda n: (abs(n - n_replies), n))]
 
-    def seconds(self, n_replies: int, spent: float = 0.0) -> float:
-        """That reading may take in a step of so many replies, which took so long themselves or what they usually do."""
-        usual = self.usual(n_replies)
-        return max(MARGIN * self._stall * usual - max(usual, spent), self._comfort) if n_replies else LONGEST
+    def seconds(self, n_replies: int, n_readers: int = 1, spent: float = 0.0) -> float:
+        """That reading may take in a step of so many replies: as much for each prompt, as long as nobody minds.
 
-    def allows(self, n_replies: int, depth: int) -> tuple[int, int]:
+        spent:  seconds that the replies of this step took, if that is known
+        """
+        if not n_replies:
+            return LONGEST
+        usual = self.usual(n_replies)
+        part = MARGIN * self._stall * usual - max(usual, spent)
+        return max(part, self._comfort, min(part * n_readers, UNMINDED))
+
+    def allows(self, n_replies: int, depth: int, n_readers: int = 1) -> tuple[int, int]:
         """Tokens of prompts that a step of so many replies may read, and how many of them outside whole windows.
 
         depth:  positions before them
         """
         room, window = self._n_batch - n_replies, self._window
-        seconds = self.seconds(n_replies)
+        seconds = self.seconds(n_replies, n_readers)
         wide = self._wide(depth) if self._wide.known else None
         single = self._single(depth) if self._single.known else wide and DEARER * wide
         if single is None and not n_replies:
