@@ -443,16 +443,28 @@ class Model:
         assert isinstance(result, np.ndarray)
         return result
 
-    def embed(self, prompt: str | Sequence[int], pooling: Pooling | None = None) -> NDArray[np.float32]:
-        """float32 (n_embd,), of length 1: where a text stands among others, by the model's last hidden states.
+    def embed(
+        self, texts: str | Sequence[int] | Sequence[str], pooling: Pooling | None = None, *, normalize: bool = True
+    ) -> NDArray[np.float32]:
+        """Where texts stand among others, by the model's last hidden states: float32 (n_embd,), of a list (n, n_embd).
 
-        pooling:  "mean" of all tokens' states, or that of the "last" or first ("cls") one; None: what the file says,
-                  else the mean
+        texts:      a text, the ids of one, or a list of texts
+        pooling:    "mean" of all tokens' states, or that of the "last" or first ("cls") one; None: what the file says,
+                    else the mean
+        normalize:  whether vectors have the length 1
 
         Raises: RequestError for no token, or ids outside the vocabulary; ContextFullError; BackendUnavailableError
         where the backend does not show its hidden states.
         """
-        ids = self._checked("input", self.tokenize(prompt) if isinstance(prompt, str) else prompt)
+        if isinstance(texts, str):
+            return self._embed(self.tokenizer.encode_whole(texts), pooling, normalize)
+        if len(texts) and all(isinstance(text, str) for text in texts):
+            whole = [self.tokenizer.encode_whole(string("input", text)) for text in texts]
+            return np.stack([self._embed(ids, pooling, normalize) for ids in whole])
+        return self._embed(texts, pooling, normalize)  # type: ignore[arg-type]
+
+    def _embed(self, given: Sequence[int], pooling: Pooling | None, normalize: bool) -> NDArray[np.float32]:
+        ids = self._checked("input", given)
         if not len(ids):
             raise RequestError("input", "is empty: give at least one token")
         if "observe" not in self.backend.capabilities:
@@ -470,7 +482,7 @@ class Model:
         length = float(np.linalg.norm(pooled))
         if not np.isfinite(length):
             raise EdgertError("The model's hidden states are not finite numbers: the file's weights are damaged.")
-        return (pooled / (length or 1.0)).astype(np.float32)
+        return (pooled / (length if normalize and length else 1.0)).astype(np.float32)
 
     def compile(self, grammar: Grammar) -> Constraint:
         """A grammar made ready for this model's tokens, which may take a second the first time; it is kept.

@@ -32,6 +32,7 @@ VERBS = {
     "tune-draft": "Measure what a draft model gains here.",
     "bench": "Measure how fast a model is here.",
     "tokenize": "Show the tokens of a text.",
+    "embed": "Turn texts into vectors that stand close for close meanings.",
     "devices": "Show what this machine can run on.",
     "doctor": "Find out what is wrong.",
 }

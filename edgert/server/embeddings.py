@@ -65,7 +65,8 @@ async def embed(
     model: Model, texts: list[str | list[int]], pooling: Pooling | None = None
 ) -> tuple[list[NDArray[Any]], int]:
     """float32 (n_embd,) for each text, and how many tokens all have. Raises: as `Model.embed`."""
-    ids = [await asyncio.to_thread(model.tokenize, text) if isinstance(text, str) else text for text in texts]
+    encode = model.tokenizer.encode_whole
+    ids = [await asyncio.to_thread(encode, text) if isinstance(text, str) else text for text in texts]
     vectors = [await asyncio.to_thread(model.embed, tokens, pooling) for tokens in ids]
     return vectors, sum(map(len, ids))
 

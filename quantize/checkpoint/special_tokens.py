@@ -44,8 +44,13 @@ def special_keys(
             del named[kind]
     generation = load_json(folder / "generation_config.json")
     named |= _further_ends(named, generation.get("eos_token_id", config.get("eos_token_id")), ids, n_vocab)
+    around = _put_around(tokenizer, settings, named, ids)
+    if (tokenizer.get("model") or {}).get("type") == "WordPiece":
+        around = {}  # runtimes put the first and the separator around a text whatever the file says
+        if "cls" in named:
+            named["bos"] = named["cls"]
     keys = {f"tokenizer.ggml.{_KINDS.get(kind, kind)}_token_id": Value.u32(id) for kind, id in named.items()}
-    for kind, adds in _put_around(tokenizer, settings, named, ids).items():
+    for kind, adds in around.items():
         keys[f"tokenizer.ggml.add_{kind}_token"] = Value.boolean(adds)
     return keys | _templates(folder, settings)
 
@@ -90,6 +95,8 @@ def _put_around(
     for step in processor.get("processors", [processor]):
         if step.get("type") == "ByteLevel":
             adds = {"bos": False, "eos": False} | adds
+        if step.get("type") in ("BertProcessing", "RobertaProcessing"):
+            adds = {"bos": True, "eos": True}
         if step.get("type") == "TemplateProcessing":
             parts = [part.get("SpecialToken", {}).get("id") for part in step.get("single", [])]  # None: the text
             if None in parts:

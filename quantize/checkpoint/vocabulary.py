@@ -6,8 +6,6 @@ Source: the layout of tokenizer.json (tokenizers) and tokenizer_config.json (tra
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -18,79 +16,13 @@ from edgert.quantize.checkpoint.config import load_json
 from edgert.quantize.checkpoint.pretokenizer import pre_tokenizer_name
 from edgert.quantize.checkpoint.sentencepiece import read_pieces
 from edgert.quantize.checkpoint.special_tokens import special_keys
+from edgert.quantize.checkpoint.tokens import SPACE, Added, Tokens, Type
+from edgert.quantize.checkpoint.word_kinds import read_word_list, unigrams, word_pieces
 from edgert.quantize.gguf_value import Value
 
-_SPACE = "▁"
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_TABLES: dict[str, type] = {"BPE": dict, "WordPiece": dict, "Unigram": list}  # how each kind lists its tokens
 _UNREACHABLE = -1e6  # below every token that merging makes
-_ADDED = -1000.0
-# Texts that steer the model although their files do not mark them as special.
-_STEERING = re.compile(r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>|<unused.*>", re.DOTALL)
-
-
-class Type(IntEnum):
-    """GGUF's token types."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
-
-
-@dataclass(frozen=True)
-class Added:
-    """A token that text becomes before any merging."""
-
-    id: int
-    text: str
-    special: bool
-
-    @property
-    def type(self) -> Type:
-        return Type.CONTROL if self.special or _STEERING.fullmatch(self.text) else Type.USER_DEFINED
-
-    @property
-    def stored(self) -> str:
-        return self.text if self.type == Type.CONTROL else self.text.replace(_SPACE, " ")
-
-
-class Tokens:
-    """Tokens by id, up to n_vocab; ids that no tokenizer file fills stay unused."""
-
-    def __init__(self, n_vocab: int, notices: list[str]) -> None:
-        self.texts: list[bytes] = [f"[PAD{i}]".encode() for i in range(n_vocab)]
-        self.types = np.full(n_vocab, Type.UNUSED, np.int32)
-        self.scores = np.full(n_vocab, -10_000.0, np.float32)
-        self._notices = notices
-
-    def put(self, id: int, text: str | bytes, type: int, score: float = 0.0) -> None:
-        self.texts[id] = text.encode() if isinstance(text, str) else text
-        self.types[id] = type
-        self.scores[id] = score
-
-    def put_added(self, added: list[Added]) -> None:
-        """Puts the added tokens over what the model itself has; those beyond the table are left out."""
-        beyond = [token for token in added if token.id >= len(self.texts)]
-        if beyond:
-            self._notices.append(
-                f"{len(beyond)} tokens, as {beyond[0].text!r}, have ids beyond the {len(self.texts):,} rows of the "
-                "table of tokens and are left out"
-            )
-        for token in added:
-            if token.id < len(self.texts):
-                self.put(token.id, token.stored, token.type, _ADDED)
-
-    def keys(self, model: str, pre: str) -> dict[str, Value]:
-        keys = {
-            "tokenizer.ggml.model": Value.string(model),
-            "tokenizer.ggml.pre": Value.string(pre),
-            "tokenizer.ggml.tokens": Value.strings(self.texts),
-        }
-        if model == "llama":
-            keys["tokenizer.ggml.scores"] = Value.array(self.scores)
-        return keys | {"tokenizer.ggml.token_type": Value.array(self.types)}
 
 
 def vocabulary_keys(folder: Path, config: dict[str, Any], n_vocab: int, notices: list[str]) -> dict[str, Value]:
@@ -105,9 +37,19 @@ def vocabulary_keys(folder: Path, config: dict[str, Any], n_vocab: int, notices:
     path = folder / "tokenizer.json"
     tokenizer = load_json(path)
     settings = load_json(folder / "tokenizer_config.json")
+    if not tokenizer and (folder / "vocab.txt").is_file():
+        path = folder / "vocab.txt"
+        tokenizer = read_word_list(path, settings)
     added = _added(folder, tokenizer, settings)
     tokens = Tokens(n_vocab, notices)
-    if tokenizer and not _has_byte_fallback(path, tokenizer):
+    prefix = None
+    kind = _kind(path, tokenizer)
+    if kind == "WordPiece":
+        _vocabulary(path, tokenizer, n_vocab)
+        keys = word_pieces(path, tokenizer, tokens, added)
+    elif kind == "Unigram":
+        keys = unigrams(path, tokenizer, tokens, added)
+    elif kind == "BPE" and not tokenizer["model"].get("byte_fallback"):
         keys = _byte_level(path, tokenizer, tokens, added)
         prefix = settings.get("add_prefix_space")
     elif (folder / "tokenizer.model").is_file():
@@ -116,13 +58,12 @@ def vocabulary_keys(folder: Path, config: dict[str, Any], n_vocab: int, notices:
     elif tokenizer:
         _scored_by_merges(path, tokenizer, tokens, added)
         keys = tokens.keys("llama", "default")
-        prefix = None
     else:
         raise UnsupportedFormatError(
             f"{folder} has neither tokenizer.json nor tokenizer.model: make the first with transformers "
             "(AutoTokenizer.from_pretrained(folder).save_pretrained(folder))."
         )
-    if tokenizer and "tokenizer.ggml.merges" not in keys:
+    if tokenizer and "tokenizer.ggml.scores" in keys:
         prefix = _adds_space(tokenizer)
     if isinstance(prefix, bool):
         keys["tokenizer.ggml.add_space_prefix"] = Value.boolean(prefix)
@@ -131,17 +72,18 @@ def vocabulary_keys(folder: Path, config: dict[str, Any], n_vocab: int, notices:
     return keys | special_keys(folder, config, tokenizer, settings, ids, n_vocab, notices)
 
 
-def _has_byte_fallback(path: Path, tokenizer: dict[str, Any]) -> bool:
-    """Whether tokenizer.json is SentencePiece's kind of BPE (else byte-level BPE)."""
+def _kind(path: Path, tokenizer: dict[str, Any]) -> str:
+    """Which kind of model tokenizer.json has, "" without that file."""
     model = tokenizer.get("model")
-    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
-        kind = model.get("type") if isinstance(model, dict) else None
-        if kind and kind != "BPE":
-            raise UnsupportedFormatError(f"{path} is a tokenizer of the kind {kind}; edgert converts BPE.")
-        raise ModelFileError(f"{path} has no model with a vocabulary: download it again.")
-    if model.get("type", "BPE") != "BPE":
-        raise UnsupportedFormatError(f"{path} is a tokenizer of the kind {model['type']}; edgert converts BPE.")
-    return bool(model.get("byte_fallback"))
+    kind: Any = (model.get("type") or "BPE") if isinstance(model, dict) else None
+    if tokenizer and kind in (*_TABLES, None):
+        if not isinstance(model, dict) or not isinstance(model.get("vocab"), _TABLES[kind]):
+            raise ModelFileError(f"{path} has no model with a vocabulary: download it again.")
+    elif tokenizer:
+        raise UnsupportedFormatError(
+            f"{path} is a tokenizer of the kind {kind}; edgert converts {', '.join(_TABLES)}."
+        )
+    return str(kind) if tokenizer else ""
 
 
 def _added(folder: Path, tokenizer: dict[str, Any], settings: dict[str, Any]) -> list[Added]:
@@ -207,7 +149,7 @@ def _sentencepiece(path: Path, tokens: Tokens, added: list[Added]) -> bool:
         )
     for id, (text, score, type) in enumerate(zip(pieces.tokens, pieces.scores, pieces.types, strict=True)):
         if type == Type.USER_DEFINED:
-            text = text.replace(_SPACE.encode(), b" ")
+            text = text.replace(SPACE.encode(), b" ")
         tokens.put(id, text, type, score)
     unknown = set(np.flatnonzero(tokens.types == Type.UNKNOWN).tolist())
     tokens.put_added([token for token in added if token.id not in unknown])
@@ -234,7 +176,7 @@ def _adds_space(tokenizer: dict[str, Any]) -> bool:
     """Whether tokenizer.json puts a space before a text, in any of the ways to say so."""
     normalizer = tokenizer.get("normalizer") or {}
     steps = normalizer.get("normalizers", [normalizer])
-    if any(step.get("type") == "Prepend" and step.get("prepend") == _SPACE for step in steps):
+    if any(step.get("type") == "Prepend" and step.get("prepend") == SPACE for step in steps):
         return True
     cutter = tokenizer.get("pre_tokenizer") or {}
     for step in cutter.get("pretokenizers", [cutter]):

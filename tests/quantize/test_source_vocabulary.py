@@ -263,8 +263,15 @@ def test_transformers_takes_the_same_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "message", "kind"),
     [
-        ({"type": "Unigram", "vocab": [["a", 0.0]]}, "of the kind Unigram", UnsupportedFormatError),
-        ({"type": "WordPiece", "vocab": {"a": 0}}, "of the kind WordPiece", UnsupportedFormatError),
+        (
+            {"type": "WordLevel", "vocab": {"a": 0}},
+            "of the kind WordLevel.*BPE, WordPiece",
+            UnsupportedFormatError,
+        ),
+        ({"type": "WordPiece", "vocab": {"a": 0}}, "normalizer.type is None", UnsupportedFormatError),
+        ({"type": "WordPiece", "vocab": [["a", 0.0]]}, "no model with a vocabulary", ModelFileError),
+        ({"type": "Unigram", "vocab": [["a", 0.0]], "byte_fallback": True}, "byte_fallback", UnsupportedFormatError),
+        ({"type": "Unigram", "vocab": [["a"]]}, "no pair of text and score", ModelFileError),
         (None, "no model with a vocabulary", ModelFileError),
         ({"type": "BPE", "vocab": {"a": "0"}, "merges": []}, "the token 'a' has the id '0'", ModelFileError),
         ({"type": "BPE", "vocab": {"a": 0}, "merges": ["a"]}, "the merge 'a' is no pair", ModelFileError),
