@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from edgert.quantize import lattices
+
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
@@ -16,6 +18,12 @@ Floats = NDArray[np.float32]
 IQ4_LEVELS = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
 )  # fmt: skip
+# Twice the values of FP4 (E2M1), so that they are whole.
+E2M1_LEVELS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+IQ2_LEVELS = np.array([8, 25, 43], np.float32)
+IQ3_XXS_LEVELS = np.array([4, 12, 20, 28, 36, 44, 52, 62], np.float32)
+IQ3_S_LEVELS = np.arange(1, 16, 2, dtype=np.float32)
+IQ1_DELTA = np.float32(0.125)  # what all values of a run are shifted by
 
 
 def _half(block: Bytes, offset: int) -> Floats:
@@ -134,3 +142,137 @@ def iq4_xs(block: Bytes) -> Floats:
     d = _half(block, 0) * scales.astype(np.float32)  # (n, 8)
     q = IQ4_LEVELS[planes(block[:, 8:].reshape(-1, 8, 16), 4).reshape(-1, 8, 32)]
     return (d[:, :, None] * q.astype(np.float32)).reshape(-1, 256)
+
+
+def q1_0(block: Bytes) -> Floats:
+    d = _half(block, 0)
+    return np.where(np.unpackbits(block[:, 2:], axis=1, bitorder="little"), d, -d)
+
+
+def _trits(packed: Bytes, n: int) -> Bytes:
+    """uint8 (blocks, m) -> (blocks, n * m): each byte is a fraction of 256 whose first n ternary digits are taken."""
+    shifted = packed[:, None, :] * np.array([1, 3, 9, 27, 81][:n], np.uint8)[:, None]
+    return (shifted.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(packed), -1)
+
+
+def tq1_0(block: Bytes) -> Floats:
+    runs = (block[:, :32], 5), (block[:, 32:48], 5), (block[:, 48:52], 4)
+    q = np.concatenate([_trits(packed, n) for packed, n in runs], axis=1).astype(np.int8) - np.int8(1)
+    return _half(block, 52) * q.astype(np.float32)
+
+
+def tq2_0(block: Bytes) -> Floats:
+    q = planes(block[:, :64].reshape(-1, 2, 32), 2).reshape(-1, 256).astype(np.int8) - np.int8(1)
+    return _half(block, 64) * q.astype(np.float32)
+
+
+def e8m0_half(exponents: Bytes) -> Floats:
+    """Half of 2**(exponent - 127), which E2M1_LEVELS are doubled for."""
+    wide = exponents.astype(np.uint32)
+    small = np.uint32(0x00200000) << np.minimum(wide, 1)
+    return np.where(wide < 2, small, (wide - 1) << 23).astype(np.uint32).view(np.float32)
+
+
+def mxfp4(block: Bytes) -> Floats:
+    q = E2M1_LEVELS[planes(block[:, 1:], 4).reshape(-1, 32)]
+    return e8m0_half(block[:, :1]) * q.astype(np.float32)
+
+
+def _ue4m3_halves() -> Floats:
+    """Half of each E4M3 value, whose sign is not looked at; the pattern for NaN counts as 0."""
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, code & 7
+    value = np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    return np.where(code == 0x7F, 0, value / 2).astype(np.float32)
+
+
+UE4M3_HALVES = _ue4m3_halves()
+
+
+def nvfp4(block: Bytes) -> Floats:
+    d = UE4M3_HALVES[block[:, :4]]
+    q = E2M1_LEVELS[planes(block[:, 4:].reshape(-1, 4, 8), 4).reshape(-1, 4, 16)]
+    return (d[:, :, None] * q.astype(np.float32)).reshape(-1, 64)
+
+
+def _words(block: Bytes, dtype: str) -> NDArray[np.unsignedinteger]:
+    """The bytes of each block as little-endian numbers."""
+    return np.ascontiguousarray(block).view(dtype)
+
+
+def _signed(levels: Floats, negative: Bytes) -> Floats:
+    return np.where(negative.reshape(levels.shape), -levels, levels)
+
+
+def _iq_scales(block: Bytes, four_bits: Bytes, unit: float) -> Floats:
+    """d * (0.5 + s) * unit for each 4-bit s: float32 (blocks, n)."""
+    return _half(block, 0) * (np.float32(0.5) + four_bits.astype(np.float32)) * np.float32(unit)
+
+
+def _xxs(words: NDArray[np.unsignedinteger]) -> tuple[Bytes, Bytes]:
+    """uint32 (blocks, 8) -> their 4-bit scales (blocks, 8), and the signs of 32 values each (blocks, 8, 32)."""
+    indexes = words[:, :, None] >> np.array([0, 7, 14, 21], np.uint32) & 127
+    return (words >> 28).astype(np.uint8), lattices.signs()[indexes].reshape(-1, 8, 32)
+
+
+def iq2_xxs(block: Bytes) -> Floats:
+    words = _words(block[:, 2:], "<u4").reshape(-1, 8, 2)
+    scales, negative = _xxs(words[:, :, 1])
+    point = _words(words[:, :, 0], "u1").reshape(-1, 8, 4)
+    levels = IQ2_LEVELS[lattices.points("IQ2_XXS")[point]].reshape(-1, 8, 32)
+    return (_iq_scales(block, scales, 0.25)[:, :, None] * _signed(levels, negative)).reshape(-1, 256)
+
+
+def iq2_xs(block: Bytes) -> Floats:
+    words = _words(block[:, 2:66], "<u2").reshape(-1, 16, 2)
+    levels = IQ2_LEVELS[lattices.points("IQ2_XS")[words & 511]].reshape(-1, 16, 16)
+    negative = lattices.signs()[words >> 9]
+    scales = planes(block[:, 66:, None], 4).reshape(-1, 16)
+    return (_iq_scales(block, scales, 0.25)[:, :, None] * _signed(levels, negative)).reshape(-1, 256)
+
+
+def iq2_s(block: Bytes) -> Floats:
+    high = planes(block[:, 66:74, None], 2).reshape(-1, 32)
+    point = block[:, 2:34] | high.astype(np.uint16) << 8
+    levels = IQ2_LEVELS[lattices.points("IQ2_S")[point]].reshape(-1, 16, 16)
+    negative = planes(block[:, 34:66, None], 1)
+    scales = planes(block[:, 74:, None], 4).reshape(-1, 16)
+    return (_iq_scales(block, scales, 0.25)[:, :, None] * _signed(levels, negative)).reshape(-1, 256)
+
+
+def iq3_xxs(block: Bytes) -> Floats:
+    scales, negative = _xxs(_words(block[:, 66:], "<u4"))
+    levels = IQ3_XXS_LEVELS[lattices.points("IQ3_XXS")[block[:, 2:66]]].reshape(-1, 8, 32)
+    return (_iq_scales(block, scales, 0.5)[:, :, None] * _signed(levels, negative)).reshape(-1, 256)
+
+
+def iq3_s(block: Bytes) -> Floats:
+    high = planes(block[:, 66:74, None], 1).reshape(-1, 64)
+    point = block[:, 2:66] | high.astype(np.uint16) << 8
+    levels = IQ3_S_LEVELS[lattices.points("IQ3_S")[point]].reshape(-1, 8, 32)
+    negative = planes(block[:, 74:106, None], 1)
+    d = _half(block, 0) * (1 + 2 * planes(block[:, 106:, None], 4).reshape(-1, 8)).astype(np.float32)
+    return (d[:, :, None] * _signed(levels, negative)).reshape(-1, 256)
+
+
+def _iq1(point: NDArray[np.unsignedinteger], negative: NDArray[np.bool_], d: Floats) -> Floats:
+    """Points (blocks, 32), each with the sign of its shift, and scales (blocks, n) of equal runs."""
+    values = lattices.points("IQ1_S")[point].astype(np.float32) - np.float32(1)
+    values += np.where(negative, -IQ1_DELTA, IQ1_DELTA)[:, :, None]
+    return (d[:, :, None] * values.reshape(*d.shape, -1)).reshape(-1, 256)
+
+
+def iq1_s(block: Bytes) -> Floats:
+    words = _words(block[:, 34:], "<u2")
+    high = words[:, :, None] >> np.array([0, 3, 6, 9], np.uint16) & 7
+    d = _half(block, 0) * (2 * (words >> 12 & 7) + 1).astype(np.float32)
+    return _iq1(block[:, 2:34] | high.reshape(-1, 32) << 8, np.repeat(words >= 0x8000, 4, axis=1), d)
+
+
+def iq1_m(block: Bytes) -> Floats:
+    words = _words(block[:, 48:], "<u2")  # four of them: three bits of four scales, then four of the float16
+    d = (words >> 12 << np.array([0, 4, 8, 12], np.uint16)).sum(axis=1, dtype=np.uint16)
+    scales = words[:, :, None] >> np.array([0, 3, 6, 9], np.uint16) & 7
+    high = planes(block[:, 32:48, None], 4).reshape(-1, 32).astype(np.uint16)
+    d = d.view("<f2").astype(np.float32)[:, None] * (2 * scales.reshape(-1, 16) + 1).astype(np.float32)
+    return _iq1(block[:, :32] | (high & 7) << 8, high >= 8, d)

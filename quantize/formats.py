@@ -73,19 +73,27 @@ class Format:
         for start in range(0, flat.size, step):
             piece = flat[start : start + step].reshape(-1, self.type_size)
             for offset, dtype in self.floats:
-                width, exponent = _EXPONENT[dtype]
+                width, exponent, least = _NOT_FINITE[dtype]
                 field = piece[:, offset : offset + np.dtype(width).itemsize].view(width)
-                if ((field & exponent) == exponent).any():
+                if ((field & exponent) >= least).any():
                     return False
         return True
 
 
-# A value is NaN or infinite when all bits of its exponent are set.
-_EXPONENT = {
-    "f2": ("<u2", np.uint16(0x7C00)),
-    "bf2": ("<u2", np.uint16(0x7F80)),
-    "f4": ("<u4", np.uint32(0x7F800000)),
-    "f8": ("<u8", np.uint64(0x7FF0000000000000)),
+def _not_finite(width: str, exponent: int, least: int | None = None) -> tuple[str, np.generic, np.generic]:
+    kind = np.dtype(width).type
+    return width, kind(exponent), kind(exponent if least is None else least)
+
+
+# Field: its integer, the bits of its exponent, and from which exponent on no value is finite: usually when all bits
+# are set. An E8M0 scale of 2**126 overflows with the largest E2M1 value, and more than that no format can want.
+_NOT_FINITE = {
+    "f2": _not_finite("<u2", 0x7C00),
+    "bf2": _not_finite("<u2", 0x7F80),
+    "f4": _not_finite("<u4", 0x7F800000),
+    "f8": _not_finite("<u8", 0x7FF0000000000000),
+    "e8m0": _not_finite("u1", 0xFF, 253),
+    "iq1_m": _not_finite("<u8", 0x7000C00000000000),  # a float16 in the high four bits of four 16-bit words
 }
 
 # Source: ggml's ggml.h (type ids) and ggml-common.h (block layouts).
@@ -106,26 +114,26 @@ FORMATS: dict[str, Format] = {
         Format("Q5_K", 13, 256, 176, blocks.q5_k, ((0, "f2"), (2, "f2"))),
         Format("Q6_K", 14, 256, 210, blocks.q6_k, ((208, "f2"),)),
         Format("Q8_K", 15, 256, 292),
-        Format("IQ2_XXS", 16, 256, 66),
-        Format("IQ2_XS", 17, 256, 74),
-        Format("IQ3_XXS", 18, 256, 98),
-        Format("IQ1_S", 19, 256, 50),
+        Format("IQ2_XXS", 16, 256, 66, blocks.iq2_xxs, ((0, "f2"),)),
+        Format("IQ2_XS", 17, 256, 74, blocks.iq2_xs, ((0, "f2"),)),
+        Format("IQ3_XXS", 18, 256, 98, blocks.iq3_xxs, ((0, "f2"),)),
+        Format("IQ1_S", 19, 256, 50, blocks.iq1_s, ((0, "f2"),)),
         Format("IQ4_NL", 20, 32, 18, blocks.iq4_nl, ((0, "f2"),)),
-        Format("IQ3_S", 21, 256, 110),
-        Format("IQ2_S", 22, 256, 82),
+        Format("IQ3_S", 21, 256, 110, blocks.iq3_s, ((0, "f2"),)),
+        Format("IQ2_S", 22, 256, 82, blocks.iq2_s, ((0, "f2"),)),
         Format("IQ4_XS", 23, 256, 136, blocks.iq4_xs, ((0, "f2"),)),
         Format("I8", 24, 1, 1),
         Format("I16", 25, 1, 2),
         Format("I32", 26, 1, 4),
         Format("I64", 27, 1, 8),
         Format("F64", 28, 1, 8, None, ((0, "f8"),)),
-        Format("IQ1_M", 29, 256, 56),
+        Format("IQ1_M", 29, 256, 56, blocks.iq1_m, ((48, "iq1_m"),)),
         Format("BF16", 30, 1, 2, blocks.bf16, ((0, "bf2"),)),
-        Format("TQ1_0", 34, 256, 54),
-        Format("TQ2_0", 35, 256, 66),
-        Format("MXFP4", 39, 32, 17),
-        Format("NVFP4", 40, 64, 36),
-        Format("Q1_0", 41, 128, 18),
+        Format("TQ1_0", 34, 256, 54, blocks.tq1_0, ((52, "f2"),)),
+        Format("TQ2_0", 35, 256, 66, blocks.tq2_0, ((64, "f2"),)),
+        Format("MXFP4", 39, 32, 17, blocks.mxfp4, ((0, "e8m0"),)),
+        Format("NVFP4", 40, 64, 36, blocks.nvfp4),
+        Format("Q1_0", 41, 128, 18, blocks.q1_0, ((0, "f2"),)),
     )
 }
 BY_ID: dict[int, Format] = {format.ggml_id: format for format in FORMATS.values()}
