@@ -255,7 +255,7 @@ def iq3_s(block: Bytes) -> Floats:
     return (d[:, :, None] * _signed(levels, negative)).reshape(-1, 256)
 
 
-def _iq1(point: NDArray[np.unsignedinteger], negative: NDArray[np.bool_], d: Floats) -> Floats:
+def _iq1(point: NDArray[np.integer], negative: NDArray[np.bool_], d: Floats) -> Floats:
     """Points (blocks, 32), each with the sign of its shift, and scales (blocks, n) of equal runs."""
     values = lattices.points("IQ1_S")[point].astype(np.float32) - np.float32(1)
     values += np.where(negative, -IQ1_DELTA, IQ1_DELTA)[:, :, None]

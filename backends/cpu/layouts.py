@@ -1,14 +1,18 @@
 """How weights lie in memory for the kernels: few packed layouts that serve many GGUF types.
 
 Rows stand in panels of `lanes` rows (16 with AVX-512, 8 with AVX2, 4 with NEON), so that one vector holds the same
-place of each row. Along a row, 32 weights make a block; the blocks of a panel follow one another. A block holds:
+place of each row. Along a row, 32 weights make a block of eight quads; the blocks of a panel follow one another. A
+block holds:
 
-    codes    4 bits: 4 vectors of 4*lanes bytes; byte 4*r + i of vector v holds for row r the weight 4v + i in its
-             low nibble and 16 + 4v + i in its high one. 8 bits: 8 such vectors, one weight a byte.
-    high     5 bits: one vector, bit j of a byte belongs to vector j of the eight unpacked ones;
-             6 bits: two vectors, two bits for each of the eight (vectors 0-3, then 4-7).
-    scales   float16 (32 / group, lanes)
-    minima   float16 (lanes), where the codec has them
+    codes    `low` vectors of 4*lanes bytes with the low bits (2, 4 or 8) of each code: bytes 4*r .. 4*r + 3 of
+             vector v hold for row r the quads v, v + low, v + 2*low ..., the first in the lowest bits
+    high     a vector for each further bit: of one, bit j of a byte belongs to quad j;
+             of two, the first vector holds two bits for each of the quads 0-3, the second for 4-7
+    scales   (32 / group, lanes) in one of the ways of `Codec.scale`
+    minima   the same, where the codec has them
+
+Where scales are small integers, each eight blocks (256 weights) have before them what these are multiples of:
+float16 (lanes), then for minima float16 (lanes).
 
 Float weights lie k by k: (n_cols, lanes) of their own type. Rows are padded with zeros to a whole panel.
 """
@@ -24,12 +28,29 @@ WINDOW = 64  # positions that are computed as wide rows when a batch holds all o
 WORDS_BYTES = 16  # beside each block of int8 activations, four float32 words (see `kernels/panel.py`)
 CHUNK = 256  # positions of a single token's attention that one unit of work covers
 
+SUPER = 256  # weights along a row that share what their integer scales are multiples of
+
 IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def _with_signs(*levels: int) -> tuple[int, ...]:
+    """The levels, then their negatives: the code's highest bit is the sign."""
+    return *levels, *(-level for level in levels)
+
+
+# Bytes of a group's scale, by Codec.scale.
+_SCALE_BYTES = {"f16": 2, "e8m0": 1, "int8": 1, "nibbles": 1, "super": 0}
 
 
 @dataclass(frozen=True)
 class Codec:
-    """weight = scale * (code - offset) + minimum, or scale * table[code]."""
+    """weight = scale * (code - offset) + minimum, or scale * table[code], whose values are at most `offset` in size.
+
+    scale:  "f16"; "e8m0": an exponent; "int8": a multiple of the 256 weights' float16; "nibbles": a multiple of four
+            bits, with the minimum's in the same byte; "super": the 256 weights' float16 itself
+    unit:   by which the scales are to be multiplied
+    """
 
     name: str
     bits: int
@@ -37,22 +58,56 @@ class Codec:
     has_min: bool = False
     offset: int = 0
     table: tuple[int, ...] = ()
+    scale: str = "f16"
+    unit: float = 1.0
 
     @property
     def is_float(self) -> bool:
         return self.bits >= 16 or self.name == "f32"
 
+    @property
+    def low(self) -> int:
+        """How many bits of a code stand together."""
+        return 8 if self.bits == 8 else 4 if self.bits >= 4 else 2
+
+    @property
+    def high(self) -> int:
+        """How many bits stand apart."""
+        return self.bits - self.low
+
+    @property
+    def n_groups(self) -> int:
+        """Scales of a block."""
+        return BLOCK // self.group
+
+    @property
+    def has_super(self) -> bool:
+        return self.scale in ("int8", "nibbles", "super")
+
+    @property
+    def scale_bytes(self) -> int:
+        return _SCALE_BYTES[self.scale]
+
+    def scales_at(self, lanes: int) -> int:
+        """Where the scales of a block begin."""
+        return lanes * BLOCK * self.bits // 8
+
     def block_bytes(self, lanes: int) -> int:
-        """Bytes of 32 columns of one panel."""
+        """Bytes of 32 columns of one panel, less their share of what 256 columns have together."""
         if self.is_float:
             return BLOCK * lanes * self.bits // 8
-        return lanes * (BLOCK * self.bits // 8 + 2 * (BLOCK // self.group) + 2 * self.has_min)
+        kinds = 1 + (self.has_min and self.scale != "nibbles")
+        return self.scales_at(lanes) + lanes * self.n_groups * self.scale_bytes * kinds
+
+    def super_bytes(self, lanes: int) -> int:
+        """Bytes that stand before each 256 columns of a panel."""
+        return 2 * lanes * (1 + self.has_min) if self.has_super else 0
 
     def panel_bytes(self, n_cols: int, lanes: int) -> int:
         """Bytes of one panel of `n_cols` columns."""
         if self.is_float:
             return n_cols * lanes * self.bits // 8
-        return n_cols // BLOCK * self.block_bytes(lanes)
+        return n_cols // BLOCK * (self.block_bytes(lanes) + self.super_bytes(lanes) * BLOCK // SUPER)
 
 
 CODECS = {
@@ -62,30 +117,59 @@ CODECS = {
         Codec("q4_1", 4, has_min=True),
         Codec("q5_0", 5, offset=16),
         Codec("q5_1", 5, has_min=True),
-        Codec("q6_k", 6, group=16, offset=32),
         Codec("q8_0", 8, offset=128),
+        Codec("q2_k", 2, group=16, has_min=True, scale="nibbles"),
+        Codec("q3_k", 3, group=16, offset=4, scale="int8"),
+        Codec("q4_k", 4, has_min=True, scale="int8"),
+        Codec("q5_k", 5, has_min=True, scale="int8"),
+        Codec("q6_k", 6, group=16, offset=32, scale="int8"),
+        Codec("q1_0", 2, offset=1),
+        Codec("tq2_0", 2, offset=1, scale="super"),
         Codec("iq4_nl", 4, offset=128, table=IQ4_NL_VALUES),
+        Codec("iq4_xs", 4, offset=128, table=IQ4_NL_VALUES, scale="int8"),
+        Codec("mxfp4", 4, offset=12, table=E2M1_DOUBLED, scale="e8m0", unit=1 / 2),
+        Codec("nvfp4", 4, group=16, offset=12, table=E2M1_DOUBLED),
+        Codec("iq1_s", 2, offset=9, table=(-7, 1, 9, 0), scale="int8", unit=1 / 8),
+        Codec("iq1_m", 3, group=16, offset=9, table=(-7, 1, 9, 0, -9, -1, 7, 0), scale="int8", unit=1 / 8),
+        Codec("iq2_xxs", 3, offset=43, table=_with_signs(8, 25, 43, 0), scale="int8", unit=1 / 8),
+        Codec("iq2_xs", 3, group=16, offset=43, table=_with_signs(8, 25, 43, 0), scale="int8", unit=1 / 8),
+        Codec("iq3_xxs", 4, offset=62, table=_with_signs(4, 12, 20, 28, 36, 44, 52, 62), scale="int8", unit=1 / 4),
+        Codec("iq3_s", 4, offset=15, table=_with_signs(*range(1, 16, 2)), scale="int8"),
         Codec("f16", 16),
         Codec("bf16", 16),
         Codec("f32", 32),
     )
 }
 
-# GGUF type -> codec. All exact, but for Q4_K and Q5_K: their products of a 6-bit scale (or minimum) and a float16
-# are rounded to float16, an error of at most 2**-11 of the scale.
+# GGUF type -> codec. All exact.
 CODEC_OF = {
     "F32": "f32",
     "F16": "f16",
     "BF16": "bf16",
     "Q4_0": "q4_0",
     "Q4_1": "q4_1",
-    "Q4_K": "q4_1",
     "Q5_0": "q5_0",
     "Q5_1": "q5_1",
-    "Q5_K": "q5_1",
-    "Q6_K": "q6_k",
     "Q8_0": "q8_0",
+    "Q2_K": "q2_k",
+    "Q3_K": "q3_k",
+    "Q4_K": "q4_k",
+    "Q5_K": "q5_k",
+    "Q6_K": "q6_k",
+    "Q1_0": "q1_0",
+    "TQ1_0": "tq2_0",
+    "TQ2_0": "tq2_0",
     "IQ4_NL": "iq4_nl",
+    "IQ4_XS": "iq4_xs",
+    "MXFP4": "mxfp4",
+    "NVFP4": "nvfp4",
+    "IQ1_S": "iq1_s",
+    "IQ1_M": "iq1_m",
+    "IQ2_XXS": "iq2_xxs",
+    "IQ2_XS": "iq2_xs",
+    "IQ2_S": "iq2_xs",
+    "IQ3_XXS": "iq3_xxs",
+    "IQ3_S": "iq3_s",
 }
 
 

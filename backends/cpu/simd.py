@@ -415,6 +415,7 @@ def _putter(kind: Any, value_type: Any, convert: Callable[[Any, Any], Any]) -> A
     return intrinsic(lambda context, address, value: typed(context, address, value))
 
 
+put_byte = _putter(I8, types.int64, lambda b, value: b.trunc(value, I8))
 put_u16 = _putter(I16, types.int64, lambda b, value: b.trunc(value, I16))
 put_u32 = _putter(I32, types.int64, lambda b, value: b.trunc(value, I32))
 put_word = _putter(I64, types.int64, _identity)
@@ -443,25 +444,3 @@ def half_at(address):
     bits = u16_at(address)
     magnitude = real_of_bits((bits & 0x7FFF) << 13) * np.float32(2.0**112)
     return -magnitude if bits & 0x8000 else magnitude
-
-
-@intrinsic
-def bits_of_real(_context, value):
-    """The bits of a float32, as a non-negative int64."""
-
-    def generate(_c, builder, _s, values):
-        return builder.zext(builder.bitcast(values[0], I32), I64)
-
-    return types.int64(types.float32), generate
-
-
-@numba.njit(error_model="numpy", forceinline=True)
-def put_half(address, value):
-    """Stores a finite float32 as float16, rounded to nearest even; too large ones become the largest."""
-    magnitude = min(abs(value), np.float32(65504.0))
-    bits = bits_of_real(magnitude)
-    if bits < 0x38800000:  # below the smallest normal: a multiple of 2**-24
-        result = bits_of_real(magnitude + np.float32(0.5)) - 0x3F000000
-    else:
-        result = (bits - 0x38000000 + 0x0FFF + (bits >> 13 & 1)) >> 13
-    put_u16(address, result | (0x8000 if value < 0 else 0))

@@ -14,13 +14,17 @@ import pytest
 
 from edgert.backends.cpu import compiler, isa, team
 from edgert.backends.cpu.isa import Isa
-from edgert.backends.cpu.layouts import CODEC_OF, CODECS
+from edgert.backends.cpu.layouts import CODEC_OF, CODECS, tile_scratch_bytes
 from edgert.backends.cpu.memory import aligned
 from edgert.errors import BackendUnavailableError
 from edgert.quantize.formats import FORMATS
 
 Kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 QUANTIZED = [name for name, codec in CODEC_OF.items() if not CODECS[codec].is_float]
+EACH_WAY = ("Q4_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_NL", "MXFP4", "TQ2_0")  # of codes and of scales
+every_format = pytest.mark.parametrize(
+    "name", [name if name in EACH_WAY else pytest.param(name, marks=pytest.mark.slow) for name in QUANTIZED]
+)
 
 
 @pytest.fixture(params=isa.available())
@@ -40,12 +44,14 @@ def random_rows(name: str, n_rows: int, n_cols: int, seed: int = 0) -> np.ndarra
     rng = np.random.default_rng(seed)
     form = FORMATS[name]
     raw = rng.integers(0, 256, (n_rows, n_cols // form.block_size, form.type_size), dtype=np.uint8)
-    halves = rng.uniform(0.001, 0.02, (*raw.shape[:2], 2)).astype(np.float16).view(np.uint8)
-    if name == "Q6_K":
-        raw[..., -2:] = halves[..., :2]
-    else:
-        n = 4 if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 2
-        raw[..., :n] = halves[..., :n]
+    for offset, kind in form.floats:
+        if kind == "f2":
+            halves = rng.uniform(0.001, 0.02, raw.shape[:2]).astype(np.float16)
+            raw[..., offset : offset + 2] = halves[..., None].view(np.uint8)
+        elif kind == "e8m0":
+            raw[..., offset] = rng.integers(115, 125, raw.shape[:2])
+        else:  # IQ1_M: the exponent's bits, in the high nibbles of the last two words
+            raw[..., 55] = raw[..., 55] & 15 | 0x20
     return raw.reshape(n_rows, -1)
 
 
@@ -72,7 +78,7 @@ def quantize(isa: Isa, x: np.ndarray, form: str = "int8") -> tuple[np.ndarray, n
     return out, words, (integers * scales.astype(np.float64)).reshape(n, n_cols)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@every_format
 def test_products_of_every_format(chosen: Isa, name: str):
     n_cols, n_rows, n_tokens = 512, 2 * chosen.lanes, 3
     raw = random_rows(name, n_rows, n_cols)
@@ -87,9 +93,48 @@ def test_products_of_every_format(chosen: Isa, name: str):
     where = [packed.ctypes.data, integers.ctypes.data, words.ctypes.data, y.ctypes.data, y.strides[0], n_cols,
              n_rows // chosen.lanes, header.ctypes.data, 0, header[1:].ctypes.data]  # fmt: skip
     run(chosen, compiler.name_of("product", codec=CODEC_OF[name], width=1, epilogue="store"), where, n_threads=2)
-    # Q4_K and Q5_K round their scales to float16; everything else is exact up to float32 sums.
-    bound = 6e-4 if name in ("Q4_K", "Q5_K", "Q6_K") else 2e-6
-    assert np.abs(y[:n_tokens] - expected).max() < bound * np.abs(weights).max() * np.abs(activations).sum(1).max()
+    # Every type is held exactly: what differs are float32 sums.
+    assert np.abs(y[:n_tokens] - expected).max() < 2e-6 * np.abs(weights).max() * np.abs(activations).sum(1).max()
+
+
+@every_format
+def test_embeddings_of_every_format(name: str):
+    """A row that is looked up is the row that the type's decoder finds, bit by bit, up to ggml's order of products."""
+    portable = isa.select("portable")
+    n_cols, n_rows, scale = 512, 24, np.float32(1.5)
+    raw = random_rows(name, n_rows, n_cols)
+    packed = pack(portable, name, raw, n_cols)
+    tokens = np.array([0, 23, 7, 8, 16], np.int64)
+    header, x = np.array([len(tokens)], np.int64), np.zeros((len(tokens), n_cols), np.float32)
+    bits = int(scale.view(np.uint32))
+    where = [tokens.ctypes.data, header.ctypes.data, packed.ctypes.data, n_cols, x.ctypes.data, bits]
+    run(portable, compiler.name_of("embed", codec=CODEC_OF[name]), where, n_threads=3)
+    np.testing.assert_allclose(x, FORMATS[name].dequantize(raw)[tokens] * scale, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.skipif("amx" not in isa.available(), reason="this processor has no tiles")
+@every_format
+def test_tiles_of_every_format(name: str):
+    """The tiles' products: weights and activations in bfloat16, sums in float32."""
+    amx = isa.select("amx")
+    n_cols, n_rows, n_tokens = 512, 64, 32
+    raw = random_rows(name, n_rows, n_cols)
+    packed = pack(amx, name, raw, n_cols)
+    x = np.random.default_rng(1).standard_normal((n_tokens, n_cols)).astype(np.float32)
+    halves = ((x.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
+    tiles = np.ascontiguousarray(halves.reshape(2, 16, n_cols // 32, 32).transpose(0, 2, 1, 3))
+    x = (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    weights = FORMATS[name].dequantize(raw)
+    near = ((weights.view(np.uint32) + np.uint32(0x8000)) >> 16 << 16).view(np.float32).astype(np.float64)
+    header, y = np.array([n_tokens], np.int64), np.zeros((n_tokens, n_rows), np.float32)
+    scratch = aligned(tile_scratch_bytes(n_tokens))
+    where = [packed.ctypes.data, tiles.ctypes.data, y.ctypes.data, y.strides[0], n_cols, n_rows // 16,
+             header.ctypes.data, scratch.ctypes.data, len(scratch)]  # fmt: skip
+    run(amx, compiler.name_of("tiles", codec=CODEC_OF[name], epilogue="store"), where)
+    room = np.abs(x).sum(1).max() * np.abs(weights).max()
+    # A weight that float32 rounds the other way is one bfloat16 off.
+    assert np.abs(y - x @ near.T).max() < 1e-4 * room
+    assert np.abs(y - x @ weights.T.astype(np.float64)).max() < 2e-3 * room
 
 
 def test_width_does_not_change_a_result(chosen: Isa):

@@ -1,6 +1,7 @@
-"""Writes a llama of the shape asked for whose weights are random Q4_0 blocks: a file to measure speed on.
+"""Writes a llama of the shape asked for whose weights are random blocks of one GGUF type: a file to measure speed on.
 
     python tests/bench/make_random_model.py random-1.1b.gguf
+    python tests/bench/make_random_model.py 7b.gguf --type Q4_K --n-layer 32 --n-embd 4096 --n-ff 11008 --n-vocab 32000
     python tests/bench/make_random_model.py small.gguf --n-layer 2 --n-embd 256 --n-ff 512 --n-head 4
 
 The tokenizer is byte-level: 256 bytes, one merge, then unused entries up to the vocabulary.
@@ -9,13 +10,17 @@ The tokenizer is byte-level: 256 bytes, one merge, then unused entries up to the
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-CHUNK = 1 << 20  # blocks drawn at a time
+from edgert.quantize.blocks import UE4M3_HALVES
+from edgert.quantize.formats import FORMATS, Format
+
+POOL = 1 << 16  # random blocks that tensors are cut from
 
 
 def byte_symbols() -> list[str]:
@@ -26,19 +31,55 @@ def byte_symbols() -> list[str]:
     return [symbol[byte] for byte in range(256)]
 
 
-def q4_0(rng: np.random.Generator, rows: int, columns: int, deviation: float) -> NDArray[np.uint8]:
-    """Random Q4_0 rows, uint8 (rows, columns / 32 * 18), whose weights have about this standard deviation.
+def random_blocks(rng: np.random.Generator, form: Format, n: int, deviation: float) -> NDArray[np.uint8]:
+    """Random blocks of a type, uint8 (n, type_size), whose weights have about this deviation and a mean near 0.
 
-    A quant is uniform over -8..7, so that its deviation is 4.61; the scale of each block varies by a third.
+    Codes and integer scales are uniform; the floating-point scale of each block varies by a third.
     """
-    blocks = rows * columns // 32
-    data = np.empty((blocks, 18), np.uint8)
-    for start in range(0, blocks, CHUNK):
-        part = data[start : start + CHUNK]
-        scale = (deviation / 4.61) * rng.uniform(0.67, 1.33, len(part))
-        part[:, :2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
-        part[:, 2:] = rng.integers(0, 256, (len(part), 16), np.uint8)
-    return data.reshape(rows, columns // 32 * 18)
+    if form.block_size == 1:
+        values = (deviation * rng.standard_normal((n, 1))).astype(np.float32)
+        return (values.astype(np.float16) if form.name == "F16" else values).view(np.uint8)[:, -form.type_size :]
+    data = rng.integers(0, 256, (n, form.type_size), np.uint8)
+    varied = rng.uniform(0.67, 1.33, n)
+    if form.name == "MXFP4":  # doubled E2M1 values have a deviation of 5.7
+        data[:, 0] = 128 + np.round(np.log2(deviation / 5.7 * varied))
+    elif form.name == "NVFP4":
+        data[:, :4] = np.searchsorted(UE4M3_HALVES[:0x7F], deviation / 5.7 * varied)[:, None]
+    elif form.name == "IQ1_M":  # a float16 in the high nibbles of four words
+        unit = form.dequantize(_with_parted_half(data, np.ones(n))).std()
+        data = _with_parted_half(data, deviation / unit * varied)
+    else:
+        halves = [offset for offset, _ in form.floats]
+        weights = [form.dequantize(_with_halves(data, {at: np.full(n, at == one) for at in halves})) for one in halves]
+        if len(halves) == 2:  # the second adds to all weights: it moves their mean to 0
+            share = -weights[0].mean() / weights[1].mean()
+            d = deviation / (weights[0] + share * weights[1]).std() * varied
+            data = _with_halves(data, {halves[0]: d, halves[1]: share * d})
+        else:
+            data = _with_halves(data, {halves[0]: deviation / weights[0].std() * varied})
+    return data
+
+
+def _with_halves(data: NDArray[np.uint8], fields: dict[int, NDArray[np.float64]]) -> NDArray[np.uint8]:
+    """A copy with float16 fields (n,) at byte offsets."""
+    data = data.copy()
+    for offset, values in fields.items():
+        data[:, offset : offset + 2] = values.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    return data
+
+
+def _with_parted_half(data: NDArray[np.uint8], values: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """A copy with IQ1_M's float16 (n,), four bits in each word from byte 48 on."""
+    data = data.copy()
+    bits = values.astype(np.float16).view(np.uint16)[:, None] >> np.array([0, 4, 8, 12], np.uint16) & 15
+    data[:, 49::2] = data[:, 49::2] & 15 | (bits << 4).astype(np.uint8)
+    return data
+
+
+def rows_of(pool: NDArray[np.uint8], form: Format, rows: int, columns: int, start: int) -> NDArray[np.uint8]:
+    """Rows from a pool of blocks, uint8 (rows, row_bytes); start moves where they are cut."""
+    places = (start + np.arange(rows * columns // form.block_size)) % len(pool)
+    return pool[places].reshape(rows, -1)
 
 
 def write(
@@ -51,9 +92,11 @@ def write(
     n_head_kv: int = 4,
     n_vocab: int = 49152,
     n_ctx: int = 8192,
+    type: str = "Q4_0",
     seed: int = 0,
 ) -> None:
-    """Writes the file; every 2-D tensor is Q4_0, norms are ones in F32."""
+    """Writes the file; every 2-D tensor has the type, norms are ones in F32."""
+    form, kind = FORMATS[type], gguf.GGMLQuantizationType[type]
     rng = np.random.default_rng(seed)
     head_dim = n_embd // n_head
     writer = gguf.GGUFWriter(path, "llama")
@@ -68,7 +111,6 @@ def write(
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(n_vocab)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
     special = ["<|endoftext|>"]
@@ -104,15 +146,23 @@ def write(
         ]
     shapes += [("output_norm.weight", 0, n_embd), ("output.weight", n_vocab, n_embd)]
     for name, rows, columns in shapes:
-        if rows == 0:
-            writer.add_tensor(name, np.ones(columns, np.float32))
+        if rows:
+            shape = (rows, form.row_bytes(columns))
+            writer.add_tensor_info(name, shape, np.dtype(np.uint8), rows * shape[1], kind)
         else:
-            deviation = 1.0 if name == "token_embd.weight" else columns**-0.5
-            data = q4_0(rng, rows, columns, deviation)
-            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+            writer.add_tensor_info(name, (columns,), np.dtype(np.float32), 4 * columns)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    pools: dict[float, NDArray[np.uint8]] = {}
+    for number, (name, rows, columns) in enumerate(shapes):
+        if rows == 0:
+            writer.write_tensor_data(np.ones(columns, np.float32))
+            continue
+        deviation = 1.0 if name == "token_embd.weight" else columns**-0.5
+        if deviation not in pools:
+            pools[deviation] = random_blocks(rng, form, POOL * 32 // form.block_size, deviation)
+        writer.write_tensor_data(rows_of(pools[deviation], form, rows, columns, number * 7919))
     writer.close()
 
 
@@ -125,8 +175,9 @@ def write(
 @click.option("--n-head-kv", default=4, show_default=True)
 @click.option("--n-vocab", default=49152, show_default=True)
 @click.option("--n-ctx", default=8192, show_default=True)
+@click.option("--type", default="Q4_0", show_default=True, help="A GGUF type, such as Q4_K or IQ2_XS.")
 @click.option("--seed", default=0, show_default=True)
-def main(path: Path, **shape: int) -> None:
+def main(path: Path, **shape: Any) -> None:
     write(path, **shape)
     click.echo(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
 

@@ -9,8 +9,10 @@ import numba
 import numpy as np
 
 from edgert.backends.cpu.isa import Isa
-from edgert.backends.cpu.layouts import BLOCK, CODECS, Codec
+from edgert.backends.cpu.layouts import BLOCK, CODECS, SUPER, Codec
 from edgert.backends.cpu.simd import byte_at, half_at, put_real, real_of_bits, u16_at, u32_at, word
+
+PER_SUPER = SUPER // BLOCK  # blocks
 
 ARGUMENTS = (
     "tokens",  # int64 (n_tokens), or their positions
@@ -41,8 +43,8 @@ def build(isa: Isa, codec: str, adds: str = "no") -> Callable[[int, int, int], N
             token = unit // n_blocks
             k = unit - token * n_blocks
             row = word(word(a, 0), token)
-            block = word(a, 2) + (row // lanes * n_blocks + k) * row_bytes
-            unpack(block, row % lanes, word(a, 4) + unit * BLOCK * 4, scale)
+            panel = word(a, 2) + row // lanes * n_blocks * row_bytes
+            unpack(panel, k, row % lanes, word(a, 4) + unit * BLOCK * 4, scale)
 
     return embed
 
@@ -56,47 +58,64 @@ def _float_unpacker(codec: Codec, lanes: int, put: Any) -> Any:
     is_f32, is_bf16 = codec.name == "f32", codec.name == "bf16"
 
     @numba.njit(error_model="numpy", forceinline=True)
-    def unpack(block, lane, out, scale):
+    def unpack(panel, k, lane, out, scale):
         for i in range(BLOCK):
-            at = i * lanes + lane
+            at = (k * BLOCK + i) * lanes + lane
             if is_f32:
-                value = real_of_bits(u32_at(block + at * 4))
+                value = real_of_bits(u32_at(panel + at * 4))
             elif is_bf16:
-                value = real_of_bits(u16_at(block + at * 2) << 16)
+                value = real_of_bits(u16_at(panel + at * 2) << 16)
             else:
-                value = half_at(block + at * 2)
+                value = half_at(panel + at * 2)
             put(out, i, value * scale)
 
     return unpack
 
 
 def _code_unpacker(codec: Codec, isa: Isa, put: Any) -> Any:
-    lanes, bits, group, has_min, offset = isa.lanes, codec.bits, codec.group, codec.has_min, codec.offset
+    lanes, low, high, group = isa.lanes, codec.low, codec.high, codec.group
+    has_min, offset = codec.has_min, codec.offset
     table = np.array(codec.table or (0,), np.float32)
-    has_table = bool(codec.table)
-    scales_at = codec.block_bytes(lanes) - 2 * lanes * (BLOCK // group + has_min)
-    signed = bits == 8 and isa.dot != "vnni"
+    has_table, has_super = bool(codec.table), codec.has_super
+    kind, unit, n_groups = codec.scale, np.float32(codec.unit), codec.n_groups
+    scales_at, scale_bytes = codec.scales_at(lanes), codec.scale_bytes
+    block_bytes, super_bytes = codec.block_bytes(lanes), codec.super_bytes(lanes)
+    flip = 128 if codec.bits == 8 and isa.dot != "vnni" else 0
 
     @numba.njit(error_model="numpy", forceinline=True)
-    def unpack(block, lane, out, scale):
-        for i in range(BLOCK):
-            quad, byte = i // 4, 4 * lane + i % 4
-            if bits == 8:
-                code = byte_at(block + quad * 4 * lanes + byte)
-                if signed:
-                    code = (code ^ 128) & 255
-            else:
-                code = byte_at(block + quad % 4 * 4 * lanes + byte) >> (4 * (quad // 4)) & 15
-                if bits == 5:
-                    code |= (byte_at(block + 16 * lanes + byte) >> quad & 1) << 4
-                if bits == 6:
-                    plane = byte_at(block + (4 + quad // 4) * 4 * lanes + byte)
-                    code |= (plane >> (2 * (quad % 4)) & 3) << 4
-            part = i // group
-            d = half_at(block + scales_at + 2 * (part * lanes + lane))
-            value = d * (table[code] if has_table else np.float32(code - offset))
+    def scale_at(block, lane, i):
+        """Scale i of a block; its minima follow its scales."""
+        if kind == "super":
+            return np.float32(1)
+        if kind == "nibbles":
+            return np.float32(byte_at(block + scales_at + i % n_groups * lanes + lane) >> (i // n_groups * 4) & 15)
+        place = block + scales_at + (i * lanes + lane) * scale_bytes
+        if kind == "f16":
+            return half_at(place)
+        if kind == "e8m0":
+            return real_of_bits(byte_at(place) << 23)
+        return np.float32((byte_at(place) ^ 128) - 128)
+
+    @numba.njit(error_model="numpy", forceinline=True)
+    def unpack(panel, k, lane, out, scale):
+        block = panel + k * block_bytes
+        d, m = unit, np.float32(1)
+        if has_super:
+            head = panel + k // PER_SUPER * (PER_SUPER * block_bytes + super_bytes)
+            block += (k // PER_SUPER + 1) * super_bytes
+            d *= half_at(head + 2 * lane)
             if has_min:
-                value += half_at(block + scales_at + 2 * (lanes + lane))
+                m = half_at(head + 2 * (lanes + lane))
+        for i in range(BLOCK):
+            quad, byte, part = i // 4, 4 * lane + i % 4, i // group
+            code = byte_at(block + quad % low * 4 * lanes + byte) >> (quad // low * low) & ((1 << low) - 1)
+            if high:
+                apart = byte_at(block + (low + quad * high // 8) * 4 * lanes + byte) >> (quad * high % 8)
+                code |= (apart & ((1 << high) - 1)) << low
+            code ^= flip
+            value = d * scale_at(block, lane, part) * (table[code] if has_table else np.float32(code - offset))
+            if has_min:
+                value += m * scale_at(block, lane, n_groups + part)
             put(out, i, value * scale)
 
     return unpack

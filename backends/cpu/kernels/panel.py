@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from llvmlite import ir
 
 from edgert.backends.cpu.kernels.sums import Dots, MatrixDots, PairedDots
-from edgert.backends.cpu.layouts import BLOCK, WORDS_BYTES, Codec
-from edgert.backends.cpu.simd import F32, Emitter, Value
+from edgert.backends.cpu.layouts import BLOCK, SUPER, WORDS_BYTES, Codec
+from edgert.backends.cpu.simd import F32, I8, Emitter, Value
 
 AHEAD = 8192  # bytes: asking for weights two pages ahead gained 20 % alone and 40 % with six tokens
 
 
 def is_signed(e: Emitter, codec: Codec) -> bool:
-    """Byte codes stay signed where the dot product does not want unsigned ones."""
-    return e.isa.dot != "vnni" and (codec.bits == 8 or bool(codec.table))
+    """Large codes stay signed where a dot product of unsigned ones would overflow on the way."""
+    return e.isa.dot != "vnni" and codec.offset > 64
 
 
 def largest(e: Emitter, codec: Codec) -> int:
@@ -37,24 +37,19 @@ def unpack(e: Emitter, codec: Codec, block: Value) -> Iterator[tuple[int, Value]
         for quad in range(8):
             yield quad, e.load(e.vb, block, quad * width)
         return
-    low_mask = e.const(e.vb, 15)
     words = ir.VectorType(ir.IntType(16), width // 2)
-    high = [e.b.bitcast(e.load(e.vb, block, (4 + i) * width), words) for i in range(codec.bits - 4)]
+    high = [e.load(words, block, (codec.low + i) * width) for i in range(codec.high)]
     table = _table(e, codec) if codec.table else None
-
-    def finish(quad: int, codes: Value) -> Value:
-        if table is not None:
-            return e.look_up(table, codes)
-        if codec.bits == 5:
-            codes = e.b.or_(codes, _bits_to(e, high[0], quad, 4, 0x10))
-        elif codec.bits == 6:
-            codes = e.b.or_(codes, _bits_to(e, high[quad // 4], 2 * (quad % 4), 4, 0x30))
-        return codes
-
-    for vector in range(4):
-        both = e.load(e.vb, block, vector * width)
-        yield vector, finish(vector, e.b.and_(both, low_mask))
-        yield 4 + vector, finish(4 + vector, e.b.and_(e.b.lshr(both, e.const(e.vb, 4)), low_mask))
+    for vector in range(codec.low):
+        packed = e.load(e.vb, block, vector * width)
+        for field in range(8 // codec.low):
+            quad = vector + codec.low * field
+            codes = e.b.lshr(packed, e.const(e.vb, codec.low * field)) if field else packed
+            codes = e.b.and_(codes, e.const(e.vb, 2**codec.low - 1))
+            if codec.high:
+                plane, place = divmod(quad * codec.high, 8)
+                codes = e.b.or_(codes, _bits_to(e, high[plane], place, codec.low, (2**codec.high - 1) << codec.low))
+            yield quad, codes if table is None else e.look_up(table, codes)
 
 
 def _bits_to(e: Emitter, words: Value, source: int, target: int, mask: int) -> Value:
@@ -68,8 +63,52 @@ def _bits_to(e: Emitter, words: Value, source: int, target: int, mask: int) -> V
 
 def _table(e: Emitter, codec: Codec) -> Value:
     shift = 0 if is_signed(e, codec) else codec.offset
-    values = [value + shift for value in codec.table] * (4 * e.lanes // 16)
+    values = [value + shift for value in codec.table] * (4 * e.lanes // len(codec.table))
     return ir.Constant(e.vb, [ir.Constant(ir.IntType(8), value & 255) for value in values])
+
+
+def supers(e: Emitter, codec: Codec, head: Value) -> list[Value]:
+    """What the integer scales (and minima) of 256 weights are multiples of."""
+    found = [e.load_half(head, 2 * e.lanes * i) for i in range(1 + codec.has_min)]
+    return found if codec.unit == 1 else [e.b.fmul(value, e.const(e.vf, codec.unit)) for value in found]
+
+
+def scales(e: Emitter, codec: Codec, block: Value, above: list[Value]) -> tuple[list[Value], list[Value]]:
+    """The scales of a block's groups, and their minima where the codec has them; `above` comes from `supers`."""
+    n, at = codec.n_groups, codec.scales_at(e.lanes)
+    if codec.scale == "super":
+        return above * n, []
+    if codec.scale == "f16":
+        found = [e.load_half(block, at + 2 * e.lanes * i) for i in range(n * (1 + codec.has_min))]
+        return found[:n], found[n:]
+    n_bytes = (codec.block_bytes(e.lanes) - at) // e.lanes
+    held = [e.load(ir.VectorType(I8, e.lanes), block, at + e.lanes * i) for i in range(n_bytes)]
+    if codec.scale == "e8m0":  # the bits of float32's exponent
+        exponents = [e.b.shl(e.b.zext(byte, e.vi), e.const(e.vi, 23)) for byte in held]
+        return [e.b.fmul(e.b.bitcast(one, e.vf), e.const(e.vf, codec.unit)) for one in exponents], []
+    if codec.scale == "nibbles":
+        pairs = [e.b.zext(byte, e.vi) for byte in held]
+        integers = [e.b.and_(pair, e.const(e.vi, 15)) for pair in pairs]
+        integers += [e.b.lshr(pair, e.const(e.vi, 4)) for pair in pairs]
+    else:
+        integers = [e.b.sext(byte, e.vi) for byte in held]
+    found = [e.b.fmul(e.to_float(one), above[i // n]) for i, one in enumerate(integers)]
+    return found[:n], found[n:]
+
+
+def each_block(e: Emitter, codec: Codec, panel: Value, n_blocks: Value) -> Iterator[tuple[Value, Value, list[Value]]]:
+    """Loops over the blocks of a panel: (number, address, what their scales are multiples of)."""
+    block_bytes, super_bytes = codec.block_bytes(e.lanes), codec.super_bytes(e.lanes)
+    if not codec.has_super:
+        with e.loop(0, n_blocks) as k:
+            yield k, e.add(panel, e.mul(k, block_bytes)), []
+        return
+    n = SUPER // BLOCK
+    with e.loop(0, e.b.sdiv(n_blocks, e.i64(n))) as s:
+        head = e.add(panel, e.mul(s, super_bytes + n * block_bytes))
+        above = supers(e, codec, head)
+        with e.loop(0, n) as j:
+            yield e.add(e.mul(s, n), j), e.add(head, super_bytes, e.mul(j, block_bytes)), above
 
 
 def panel_product(
@@ -90,17 +129,14 @@ def panel_product(
 
     The order of additions for a token does not depend on how many tokens run beside it.
     """
-    block_bytes = codec.block_bytes(e.lanes)
     signed = is_signed(e, codec)
-    scales_at = block_bytes - 2 * e.lanes * (BLOCK // codec.group + codec.has_min)
     offset = 0 if signed else codec.offset
     # Alone, a token needs two chains of dot products to hide their latency; several tokens hide it for one another.
     chains = 2 if codec.group == 16 or n_tokens < 4 else 1
     way = MatrixDots if paired else PairedDots if e.isa.dot == "maddubs" else Dots
     totals = [e.var(e.zero(e.vf)) for _ in range(n_tokens)]
-    with e.loop(0, n_blocks) as k:
-        block = e.add(panel, e.mul(k, block_bytes))
-        for line in range(0, block_bytes, 64):
+    for k, block, above in each_block(e, codec, panel, n_blocks):
+        for line in range(0, codec.block_bytes(e.lanes), 64):
             e.prefetch(block, AHEAD + line)
         words_k = e.add(words, e.mul(k, WORDS_BYTES))
         words_t = [e.add(words_k, e.mul(words_stride, t)) for t in range(n_tokens)]
@@ -108,25 +144,34 @@ def panel_product(
         for quad, codes in unpack(e, codec, block):
             dots.add(quad, codes)
         sums = dots.results()
-        scales = [e.load_half(block, scales_at + 2 * e.lanes * i) for i in range(BLOCK // codec.group)]
-        minima = e.load_half(block, scales_at + 2 * e.lanes) if codec.has_min else None
+        factors, minima = scales(e, codec, block, above)
         for t in range(n_tokens):
             d = e.broadcast(F32, words_t[t], 0)
             total = totals[t].get()
             parts = sums[t] if codec.group == 16 or chains == 1 else [e.b.add(*sums[t])]
-            for scale, part, shift in zip(scales, parts, _shifts(e, codec, offset, words_t[t]), strict=True):
+            for scale, part, shift in zip(factors, parts, _shifts(e, codec, offset, words_t[t]), strict=True):
                 value = e.b.fmul(e.to_float(part), d) if shift is None else e.fma(e.to_float(part), d, shift)
                 total = e.fma(value, scale, total)
-            if minima is not None:
-                total = e.fma(minima, e.broadcast(F32, words_t[t], 4), total)
+            for minimum, whole in zip(minima, _wholes(e, codec, words_t[t]), strict=True):
+                total = e.fma(minimum, whole, total)
             totals[t].set(total)
     return [total.get() for total in totals]
+
+
+def _wholes(e: Emitter, codec: Codec, words: Value) -> list[Value]:
+    """For each minimum of a block, d * the sum of the activations that it is added to."""
+    if not codec.has_min:
+        return []
+    if codec.group == BLOCK:
+        return [e.broadcast(F32, words, 4)]
+    first = e.b.fmul(e.load(F32, words, 8), e.const(F32, -1 / 8))
+    return [e.splat(first), e.splat(e.b.fsub(e.load(F32, words, 4), first))]
 
 
 def _shifts(e: Emitter, codec: Codec, offset: int, words: Value) -> list[Value | None]:
     """For each scale of a block, what the codes' offset adds to d * sum: -offset * d * (sum of the activations)."""
     if not offset:
-        return [None] * (BLOCK // codec.group)
+        return [None] * codec.n_groups
     whole = e.load(F32, words, 12)
     parts = [whole]
     if codec.group == 16:

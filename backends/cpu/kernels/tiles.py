@@ -21,6 +21,7 @@ from edgert.backends.cpu.kernels.amx import (
     store_tile,
     zero_tile,
 )
+from edgert.backends.cpu.kernels.panel import each_block, scales
 from edgert.backends.cpu.layouts import BLOCK, CODECS, TILE, TILE_CHUNK, TILE_TOKENS, Codec
 from edgert.backends.cpu.simd import ACTIVATIONS, I16, Emitter, Value, bfloat_pairs, emitted, to_bfloat, word
 
@@ -136,34 +137,29 @@ def _unpacker(codec: Codec) -> Callable[..., None]:
     """One panel's blocks -> bf16 tiles: row k/2 of a tile holds for each of 16 weight rows the pair k, k+1."""
 
     def unpack(e: Emitter, panel: Value, tiles: Value, n_blocks: Value) -> None:
-        block_bytes = codec.block_bytes(e.lanes)
-        with e.loop(0, n_blocks) as k:
-            block = e.add(panel, e.mul(k, block_bytes))
+        for k, block, above in each_block(e, codec, panel, n_blocks):
             tile = e.add(tiles, e.mul(k, TILE))
-            for line in range(0, block_bytes, 64):
+            for line in range(0, codec.block_bytes(e.lanes), 64):
                 e.prefetch(block, 2048 + line)
-            emit(e, codec, block, tile)
+            if codec.name == "bf16":
+                _unpack_bfloat(e, block, tile)
+            else:
+                _unpack_codes(e, codec, block, above, tile)
 
-    emit = _unpack_bfloat if codec.name == "bf16" else _unpack_codes
     return unpack
 
 
-def _unpack_bfloat(e: Emitter, codec: Codec, block: Value, tile: Value) -> None:
+def _unpack_bfloat(e: Emitter, block: Value, tile: Value) -> None:
     halves = ir.VectorType(I16, 16)
     for pair in range(16):
         low, high = (e.b.zext(e.load(halves, block, (2 * pair + i) * 32), e.vi) for i in range(2))
         e.store(e.b.or_(low, e.b.shl(high, e.const(e.vi, 16))), tile, pair * 64)
 
 
-def _unpack_codes(e: Emitter, codec: Codec, block: Value, tile: Value) -> None:
-    scales_at = codec.block_bytes(e.lanes) - 32 * (BLOCK // codec.group + codec.has_min)
-    scales = [e.load_half(block, scales_at + 32 * i) for i in range(BLOCK // codec.group)]
-    if codec.has_min:
-        base = [e.load_half(block, scales_at + 32)]
-    elif codec.table or codec.bits == 4:
-        base = []
-    else:
-        base = [e.b.fmul(scale, e.const(e.vf, -codec.offset)) for scale in scales]
+def _unpack_codes(e: Emitter, codec: Codec, block: Value, above: list[Value], tile: Value) -> None:
+    factors, base = scales(e, codec, block, above)
+    if codec.offset and codec.bits > 4:  # smaller codes have their offset in a table
+        base = [e.b.fmul(scale, e.const(e.vf, -codec.offset)) for scale in factors]
     for pair in range(16):
         quad = pair // 2
         group = quad // 4 if codec.group == 16 else 0
@@ -171,28 +167,24 @@ def _unpack_codes(e: Emitter, codec: Codec, block: Value, tile: Value) -> None:
         for i in (2 * (pair % 2), 2 * (pair % 2) + 1):
             value = _code(e, codec, block, quad, i)
             if base:
-                value = e.fma(value, scales[group], base[group])
+                value = e.fma(value, factors[group], base[group])
             else:
-                value = e.b.fmul(value, scales[group])
+                value = e.b.fmul(value, factors[group])
             values.append(value)
         e.store(bfloat_pairs(e, *values), tile, pair * 64)
 
 
 def _code(e: Emitter, codec: Codec, block: Value, quad: int, i: int) -> Value:
-    """The codes of weight 4*quad + i of 16 rows as float32; 4-bit ones by table, offset included."""
-    if codec.bits == 8:
-        words = e.load(e.vi, block, quad * 64)
-        byte = e.b.lshr(words, e.const(e.vi, 8 * i))
-        return e.to_float(e.b.and_(byte, e.const(e.vi, 255)))
-    words = e.load(e.vi, block, quad % 4 * 64)
-    codes = e.b.lshr(words, e.const(e.vi, 8 * i + 4 * (quad // 4)))
-    if codec.bits == 4:
-        values = codec.table or tuple(range(-codec.offset, 16 - codec.offset))
-        table = ir.Constant(e.vf, [ir.Constant(e.vf.element, float(value)) for value in values])
+    """The codes of weight 4*quad + i of 16 rows as float32; those of few bits by table, offset included."""
+    field, vector = divmod(quad, codec.low)
+    codes = e.b.lshr(e.load(e.vi, block, vector * 64), e.const(e.vi, 8 * i + codec.low * field))
+    if codec.high:
+        plane, place = divmod(quad * codec.high, 8)
+        apart = e.b.lshr(e.load(e.vi, block, (codec.low + plane) * 64), e.const(e.vi, 8 * i + place))
+        apart = e.b.shl(e.b.and_(apart, e.const(e.vi, 2**codec.high - 1)), e.const(e.vi, codec.low))
+        codes = e.b.or_(e.b.and_(codes, e.const(e.vi, 2**codec.low - 1)), apart)
+    if codec.bits <= 4:  # the instruction looks at the lowest four bits
+        values = codec.table or range(-codec.offset, 2**codec.bits - codec.offset)
+        table = ir.Constant(e.vf, [ir.Constant(e.vf.element, float(value)) for value in values] * (16 // len(values)))
         return e.call("llvm.x86.avx512.permvar.sf.512", e.vf, table, codes)
-    low = e.b.and_(codes, e.const(e.vi, 15))
-    plane = e.load(e.vi, block, (4 + (quad // 4 if codec.bits == 6 else 0)) * 64)
-    source = 8 * i + (quad if codec.bits == 5 else 2 * (quad % 4))
-    mask = 1 if codec.bits == 5 else 3
-    high = e.b.and_(e.b.lshr(plane, e.const(e.vi, source)), e.const(e.vi, mask))
-    return e.to_float(e.b.or_(low, e.b.shl(high, e.const(e.vi, 4))))
+    return e.to_float(codes if codec.high else e.b.and_(codes, e.const(e.vi, 255)))
