@@ -84,11 +84,12 @@ class CpuBackend(Backend):
         beside: Backend | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        a = self.architecture = describe(file)
-        _check(file, a)
+        described = describe(file)
+        self.n_ctx = n_ctx or described.n_ctx_train
+        a = self.architecture = described.for_context(self.n_ctx)
+        _check(file, a, self.n_ctx)
         self.isa = select(isa)
         self.n_vocab = a.n_vocab
-        self.n_ctx = n_ctx or a.n_ctx_train
         self.n_batch = min(n_batch, max(WINDOW, -(-self.n_ctx // WINDOW) * WINDOW))
         self.n_seq_max, self.n_cached = n_seq_max, n_cached or self.n_ctx * n_seq_max
         self.n_window = WINDOW
@@ -127,7 +128,7 @@ class CpuBackend(Backend):
             self._n_logits = sum(matrix.n_panels * self.isa.lanes for matrix in weights.output)
             self._logits = aligned(4).view(np.float32).reshape(1, 1)
             self._compile_usual()
-            if CACHE_TYPES[types[0]].refined:
+            if CACHE_TYPES[types[0]].refined and not _sees_shifts(a):
                 self._center_keys()
             self.fingerprint = repr(sorted(self._session_facts().items()))
         except BaseException:
@@ -429,11 +430,14 @@ def _wide_first(batch: Batch) -> tuple[NDArray[np.int64] | None, int]:
     return np.concatenate([wide_rows[np.argsort(keys[wide_rows], kind="stable")], narrow]), n_wide
 
 
-def _check(file: Model[Any], a: Architecture) -> None:
+def _sees_shifts(a: Architecture) -> bool:
+    """Whether adding the same to all scores of a query changes its attention."""
+    return bool(a.attn_logit_softcapping) or any(layer.has("attn_sinks") for layer in a.layers)
+
+
+def _check(file: Model[Any], a: Architecture, n_ctx: int) -> None:
     """What the kernels take for granted."""
     reasons = []
-    if a.attn_logit_softcapping:
-        reasons.append("soft-capped attention scores")
     if a.head_dim % 16:
         reasons.append(f"heads of {a.head_dim} (not a multiple of 16)")
     if a.n_embd % 32 or a.n_ff % 32 or a.n_head * a.head_dim % 32:

@@ -279,6 +279,7 @@ class Graph:
         index: NDArray[np.int64] | None = None,
         private: bool = False,
         window: int = 0,
+        sinks: NDArray[np.float32] | None = None,
         parameters: Mapping[str, object] | None = None,
     ) -> Op:
         """An op of `kernels/rows.py`; with `private`, every thread prepares all rows for itself and does not wait."""
@@ -308,6 +309,7 @@ class Graph:
                 PRIVATE_ROWS * x.strides[0] if private else 0,
                 _address(norm.bias if norm else None),
                 _address(post.bias if post else None),
+                _address(sinks),
             ],
             meet=not private,
         )
@@ -445,15 +447,19 @@ class Graph:
                 ],
             )
         )
+        sinks, softcap = self.weights.layers[i].sinks, a.attn_logit_softcapping
+        if softcap:
+            heads["capped"] = "yes"
         if shape.wide:
+            with_sinks = {} if sinks is None else {"sinks": "yes"}
             kernel, out = "attention_wide", _address(self.attn)
             if self.tile_attention:
                 kernel, out = "attention_tiles", _address(self.forms["tiles"])
             ops.append(
                 Op(
-                    name_of(kernel, **heads),
+                    name_of(kernel, **heads, **with_sinks),
                     [self.qkv.ctypes.data, self.qkv.strides[0], self._at(N_WIDE), *common, window,
-                     out, self.scratch.ctypes.data, self.scratch_stride],
+                     out, self.scratch.ctypes.data, self.scratch_stride, float_bits(softcap), _address(sinks)],
                     meet=False,
                 )
             )  # fmt: skip
@@ -461,7 +467,7 @@ class Graph:
             Op(
                 name_of("attention", **heads),
                 [self.qkv.ctypes.data, self.qkv.strides[0], self._at(N_WIDE), self._at(N_NARROW), *common, window,
-                 self.partials.ctypes.data, self.max_chunks],
+                 self.partials.ctypes.data, self.max_chunks, float_bits(softcap)],
             )
         )  # fmt: skip
         return ops
@@ -481,7 +487,7 @@ class Graph:
         """The attention's results in the form that attn_output reads."""
         layer = self.architecture.layers[i]
         n_cols = layer.n_head * self.architecture.head_dim
-        merge = functools.partial(self._merge, layer)
+        merge = functools.partial(self._merge, layer, self.weights.layers[i].sinks)
         narrow = Group(N_WIDE, N_NARROW, self._bytes(shape.narrow), 0)
         form = _form(narrow, matrices[0])
         if shape.private:
@@ -495,13 +501,17 @@ class Graph:
             ops.append(merge(narrow, form))
         return ops
 
-    def _merge(self, layer: Layer, group: Group, form: str, private: bool = False) -> Op:
+    def _merge(
+        self, layer: Layer, sinks: NDArray[np.float32] | None, group: Group, form: str, private: bool = False
+    ) -> Op:
         """Partial results of attention joined."""
         dim = self.architecture.head_dim
         parameters = {"n_head": layer.n_head, "head_dim": dim, "type_v": self.cache.type_v}
+        if sinks is not None:
+            parameters["sinks"] = "yes"
         return self._rows(
             group, "merge", form, self.attn, layer.n_head * dim, private=private, window=layer.window,
-            parameters=parameters,
+            sinks=sinks, parameters=parameters,
         )  # fmt: skip
 
     @staticmethod

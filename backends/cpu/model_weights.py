@@ -37,6 +37,7 @@ class LayerWeights:
     gate: list[Matrix]
     up: list[Matrix]
     ffn_down: list[Matrix]
+    sinks: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def _pack_layer(a: Architecture, layer: Layer, prefix: str, packer: Packer) -> L
         gate=packer.pack([gate]) if gate and not pair else [],
         up=[] if pair else packer.pack([up]),
         ffn_down=packer.pack([f"{prefix}ffn_down.weight"]),
+        sinks=packer.vector(f"{prefix}attn_sinks.weight") if layer.has("attn_sinks") else None,
     )
 
 

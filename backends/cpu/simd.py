@@ -104,6 +104,10 @@ class Emitter:
         return self.b.call(function, arguments)
 
     # constants and broadcasts
+    def real(self, bits: Value) -> Value:
+        """The float32 with these bits (the low half of an int64)."""
+        return self.b.bitcast(self.b.trunc(bits, I32), F32)
+
     def const(self, kind: Any, value: float) -> Value:
         """A vector (or scalar) constant with all elements equal."""
         if isinstance(kind, ir.VectorType):

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 __all__ = ["FAMILIES", "Architecture", "Layer", "Rope", "describe"]
 
-FAMILIES = ("gemma3", "llama", "qwen2", "qwen3")
+FAMILIES = (
+    *("cohere2", "command-r", "falcon", "gemma", "gemma2", "gemma3", "glm4", "gpt2", "gptneox", "granite", "llama"),
+    *("minicpm", "nemotron", "olmo2", "phi2", "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2"),
+)
 
 
 def describe(file: Model[Any]) -> Architecture:
@@ -26,5 +29,5 @@ def describe(file: Model[Any]) -> Architecture:
     if family not in FAMILIES:
         named = f"is a {family!r} model" if family else "does not name its general.architecture"
         raise UnsupportedFormatError(f"{file.path} {named}; edgert runs {', '.join(FAMILIES)}.")
-    architecture: Architecture = import_module(f"{__name__}.{family}").describe(file)
+    architecture: Architecture = import_module(f"{__name__}.{family.replace('-', '_')}").describe(file)
     return architecture

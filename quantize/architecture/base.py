@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ class Rope:
     style:      "norm" rotates neighbours (2i, 2i+1), "neox" rotates (i, i + n_dims/2)
     factors:    n_dims/2 divisors of the frequencies, or None
     magnitude:  what cosines and sines are multiplied by
+    long_factors:  those for contexts beyond n_ctx_original, or None where `factors` serve for all
     """
 
     n_dims: int
@@ -29,6 +30,15 @@ class Rope:
     scale: float = 1.0  # linear scaling: positions are multiplied by it
     factors: tuple[float, ...] | None = None
     magnitude: float = 1.0
+    long_factors: tuple[float, ...] | None = None
+    n_ctx_original: int = 0
+
+    def for_context(self, n_ctx: int) -> Rope:
+        """The rotation in a context of so many positions."""
+        if self.long_factors is None:
+            return self
+        factors = self.long_factors if n_ctx > self.n_ctx_original else self.factors
+        return replace(self, factors=factors, long_factors=None)
 
     def frequencies(self) -> NDArray[np.float64]:
         """float64 (n_dims/2,): radians per position."""
@@ -150,6 +160,10 @@ class Architecture:
 
     def _has(self, name: str) -> bool:
         return any(name in layer.tensors for layer in self.layers)
+
+    def for_context(self, n_ctx: int) -> Architecture:
+        """The model as it runs in a context of so many positions."""
+        return replace(self, layers=tuple(replace(x, rope=x.rope.for_context(n_ctx)) for x in self.layers))
 
     def layer_tensors(self, i: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes (rows first) of what layer i needs, in the order of the computation."""

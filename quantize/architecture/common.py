@@ -6,17 +6,20 @@ import logging
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
 from edgert.errors import ModelFileError, UnsupportedFormatError
 from edgert.quantize.architecture.base import NO_ROPE, Activation, Architecture, Layer, Rope, Shapes
+from edgert.quantize.architecture.rope import FACTORS, LONG_FACTORS, SHORT_FACTORS, read_rope
 from edgert.quantize.gguf_file import Model
 
 log = logging.getLogger("edgert")
 
 ESSENTIAL_TOKENS = ("bos", "eos", "unknown", "eot", "eom")
+QkNorm = Literal["", "head", "heads", "row"]
 UNUSED = ("attn_rot_embd.weight",)  # of layers, by name: in old files, and read by nobody
 
 
@@ -85,7 +88,7 @@ def describe(
     rope_base: float = 10_000.0,
     norm: Literal["rms", "layer"] = "rms",
     norms: Sequence[str] = ("attn_norm", "ffn_norm"),
-    qk_norm: bool = False,
+    qk_norm: QkNorm = "",
     qkv_bias: bool = False,
     gated: bool = True,
     activation: Activation = "silu",
@@ -95,9 +98,10 @@ def describe(
 
     Fused tensors take the place of their parts, and biases are added, where the file has them.
 
-    rope_style:  None: nothing is rotated
+    rope_style:  None: nothing is rotated, and positions have a table
     rope_base:   what the family's models were trained with when the file does not say, with a warning
     norms:       those that a layer has
+    qk_norm:     of q and k: "" none, "head" each head alike, "heads" each head by weights of its own, "row" all at once
     qkv_bias:    whether q, k and v must have biases
 
     Raises: ModelFileError, UnsupportedFormatError.
@@ -120,7 +124,7 @@ def describe(
     stored = {name.split(".", 2)[2]: tensor.shape for name, tensor in file.tensors.items() if name.startswith("blk.")}
     if qkv_bias and "attn_qkv.weight" not in stored:
         stored["attn_q.bias"] = ()
-    rope = NO_ROPE if rope_style is None else _rope(keys, rope_style, rope_base, head_dim)
+    rope = NO_ROPE if rope_style is None else read_rope(keys, rope_style, _rope_base(keys, rope_base), head_dim)
     layers = []
     for heads, heads_kv, n_ff in zip(n_head, n_head_kv, keys.of_layers("feed_forward_length", n_layer), strict=True):
         q, kv = heads * head_dim, heads_kv * head_dim
@@ -154,7 +158,7 @@ def _layer_tensors(
     n_ff: int,
     head_dim: int,
     norms: Sequence[str],
-    qk_norm: bool,
+    qk_norm: QkNorm,
     gated: bool,
     stored: Shapes,
 ) -> Shapes:
@@ -168,8 +172,9 @@ def _layer_tensors(
         shapes["attn_qkv"] = (q + 2 * kv, n_embd)
     else:
         shapes |= {"attn_q": (q, n_embd), "attn_k": (kv, n_embd), "attn_v": (kv, n_embd)}
-    if qk_norm:
-        shapes |= {"attn_q_norm": (head_dim,), "attn_k_norm": (head_dim,)}
+    for name, size in (("attn_q_norm", q), ("attn_k_norm", kv)):
+        if qk_norm:
+            shapes[name] = {"head": (head_dim,), "heads": (size // head_dim, head_dim), "row": (size,)}[qk_norm]
     shapes["attn_output"] = (n_embd, q)
     shapes |= {name: (n_embd,) for name in ("post_attention_norm", "ffn_norm") if name in norms}
     is_fused = gated and "ffn_gate.weight" not in stored and stored.get("ffn_up.weight") == (2 * n_ff, n_embd)
@@ -197,8 +202,12 @@ def _with_biases(weights: Shapes, stored: Shapes, norm: str) -> Shapes:
 def _outer_tensors(file: Model[Any], n_vocab: int, n_embd: int, norm: str, rope: Rope) -> Shapes:
     """Names and shapes of what belongs to no layer."""
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (n_vocab, n_embd)}
-    if rope.factors is not None:
-        shapes["rope_freqs.weight"] = (rope.n_dims // 2,)
+    if not rope.n_dims:
+        shapes["position_embd.weight"] = (Keys(file).integer("context_length"), n_embd)
+    used = {FACTORS: rope.factors, LONG_FACTORS: rope.long_factors, SHORT_FACTORS: rope.long_factors}
+    for name, factors in used.items():
+        if factors is not None and name in file.tensors:
+            shapes[name] = (rope.n_dims // 2,)
     shapes["output_norm.weight"] = (n_embd,)
     if norm == "layer" and "output_norm.bias" in file.tensors:
         shapes["output_norm.bias"] = (n_embd,)
@@ -240,42 +249,11 @@ def _n_vocab(keys: Keys) -> int:
     return n_vocab
 
 
-def _rope(keys: Keys, style: Literal["norm", "neox"], default_base: float, head_dim: int) -> Rope:
-    """Base, linear scaling and the factors of rope_freqs.weight (llama-3 scaling)."""
-    n_dims = keys.integer("rope.dimension_count", default=head_dim)
-    if n_dims % 2 or n_dims > head_dim:
-        raise UnsupportedFormatError(
-            f"{keys.file.path}: {keys.name('rope.dimension_count')} is {n_dims} and a head has {head_dim} elements; "
-            "edgert rotates an even part of them."
-        )
-    base = keys.number("rope.freq_base", default=default_base)
+def _rope_base(keys: Keys, default: float) -> float:
+    base = keys.number("rope.freq_base", default=default)
     if keys.raw("rope.freq_base") is None:
-        warn_default(keys.file, keys.name("rope.freq_base"), default_base)
-    kind = keys.file.get(keys.name("rope.scaling.type"), str, "linear")
-    if kind not in ("none", "linear"):
-        raise UnsupportedFormatError(
-            f"{keys.file.path}: {keys.name('rope.scaling.type')} is {kind!r}; edgert runs 'none', 'linear' "
-            "and the factors of rope_freqs.weight."
-        )
-    if keys.raw("rope.scaling.attn_factor") not in (None, 1.0):
-        raise UnsupportedFormatError(f"{keys.file.path}: edgert does not run rope.scaling.attn_factor.")
-    old_key = "rope.scale_linear"  # the name before 2023-11
-    key = "rope.scaling.factor" if keys.raw(old_key) is None else old_key
-    factor = keys.raw(key) or 1.0  # 0 means none, as llama.cpp reads it
-    scale = 1.0 if kind == "none" or factor == 1.0 else 1 / keys.number(key)
-    return Rope(n_dims, base, style, scale, _rope_factors(keys.file, n_dims))
-
-
-def _rope_factors(file: Model[Any], n_dims: int) -> tuple[float, ...] | None:
-    if "rope_freqs.weight" not in file.tensors:
-        return None
-    tensor = file.tensors["rope_freqs.weight"]
-    if tensor.shape != (n_dims // 2,):
-        raise _wrong_shape(file, tensor.name, tensor.shape, (n_dims // 2,))
-    factors = tensor.dequantize()
-    if not (np.isfinite(factors).all() and (factors > 0).all()):
-        raise ModelFileError(f"{file.path}: rope_freqs.weight holds factors that are not positive numbers.")
-    return tuple(factors.tolist())
+        warn_default(keys.file, keys.name("rope.freq_base"), default)
+    return base
 
 
 def _check_tensors(file: Model[Any], architecture: Architecture) -> None:
@@ -334,3 +312,24 @@ def local_layers(keys: Keys, n_layer: int, period: int) -> list[bool]:
         return [bool(flag) for flag in flags]
     period = keys.integer(key, default=period)
     return [i % period < period - 1 for i in range(n_layer)]
+
+
+def with_windows(
+    layers: tuple[Layer, ...], is_local: Sequence[bool], window: int, rope: Rope | None = None
+) -> tuple[Layer, ...]:
+    """The layers with a window on the local ones (0: on none), and there another rope where one is given."""
+    if not window:
+        return layers
+    return tuple(
+        replace(layer, window=window, rope=rope or layer.rope) if local else layer
+        for layer, local in zip(layers, is_local, strict=True)
+    )
+
+
+def scale_residuals(a: Architecture, scale: float) -> Architecture:
+    """The description of a model whose blocks add `scale` times what they compute to x.
+
+    Each block reads x through a norm, so that x / scale, to which the blocks add all of it, gives the same with eps /
+    scale**2.
+    """
+    return replace(a, embedding_scale=a.embedding_scale / scale, norm_eps=a.norm_eps / scale**2)

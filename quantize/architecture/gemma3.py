@@ -32,7 +32,7 @@ def describe(file: Model[Any]) -> Architecture:
         rope_base=1_000_000.0,
         activation="gelu",
         norms=("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"),
-        qk_norm=True,
+        qk_norm="head",
     )
     n_layer, n_embd = common_part.n_layer, common_part.n_embd
     scale = common_part.attention_scale

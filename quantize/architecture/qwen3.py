@@ -11,4 +11,4 @@ from edgert.quantize.gguf_file import Model
 
 def describe(file: Model[Any]) -> Architecture:
     """The common description with norms on q and k."""
-    return common.describe(file, rope_style="neox", qk_norm=True)
+    return common.describe(file, rope_style="neox", qk_norm="head")

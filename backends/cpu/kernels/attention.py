@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from edgert.backends.cpu.isa import Isa
-from edgert.backends.cpu.kernels.flash import Row, attend
+from edgert.backends.cpu.kernels.flash import Row, attend, parts_of
 from edgert.backends.cpu.layouts import CACHE_TYPES, CHUNK, partial_bytes
 from edgert.backends.cpu.simd import Emitter, emitted, word
 
@@ -27,26 +27,34 @@ ARGUMENTS = (
     "window",  # positions that a token sees, itself included; 0: all
     "partials",  # (n_rows, n_head, max_chunks) results of `flash.Row`
     "max_chunks",
+    "softcap",  # float32 bits: what scores are capped at
 )
 
 
 def build(
-    isa: Isa, n_head: str, n_head_kv: str, head_dim: str, type_k: str, type_v: str
+    isa: Isa, n_head: str, n_head_kv: str, head_dim: str, type_k: str, type_v: str, capped: str = "no"
 ) -> Callable[[int, int, int], None]:
-    """Units of work are (token, chunk, key-value head); each runs the head's whole group of queries."""
+    """Units of work are (token, chunk, key-value head); each runs the head's group of queries, large ones in parts."""
     heads, heads_kv, dim = int(n_head), int(n_head_kv), int(head_dim)
     group = heads // heads_kv
     record = partial_bytes(dim)
     kinds = CACHE_TYPES[type_k], CACHE_TYPES[type_v]
     head_bytes = kinds[0].page_bytes(dim) + kinds[1].page_bytes(dim)
 
-    def run(  # type: ignore[no-untyped-def]
-        e: Emitter, q, keys, values, stride, pages, begin, end, out, step
-    ) -> None:
-        rows = [Row(e.add(q, r * dim * 4), begin, end, e.add(out, e.mul(step, r))) for r in range(group)]
-        attend(e, dim, kinds, rows, keys, values, stride, pages, begin, end)
+    n_parts, size = parts_of(group)
+    last = (n_parts - 1) * size  # where the last part begins
 
-    attend_group = emitted(isa, 9, run)
+    def emitter(n_rows: int) -> Callable[..., None]:
+        def run(  # type: ignore[no-untyped-def]
+            e: Emitter, q, keys, values, stride, pages, begin, end, out, step, softcap
+        ) -> None:
+            rows = [Row(e.add(q, r * dim * 4), begin, end, e.add(out, e.mul(step, r))) for r in range(n_rows)]
+            cap = softcap if capped == "yes" else None
+            attend(e, dim, kinds, rows, keys, values, stride, pages, begin, end, cap)
+
+        return run
+
+    attend_part, attend_last = emitted(isa, 10, emitter(size)), emitted(isa, 10, emitter(group - last))
 
     def attention(thread, n_threads, a):
         first, n_rows = word(word(a, 2), 0), word(word(a, 3), 0)
@@ -68,18 +76,15 @@ def build(
                 for head in range(heads_kv):
                     if mine <= unit < stop:
                         out = word(a, 12) + ((i * heads + head * group) * max_chunks + chunk) * record
-                        inner = head * head_bytes
-                        attend_group(
-                            word(a, 0) + row * word(a, 1) + head * group * dim * 4,
-                            word(a, 8) + inner,
-                            word(a, 9) + inner,
-                            word(a, 10),
-                            pages,
-                            max(begin, chunk * CHUNK),
-                            min(end, (chunk + 1) * CHUNK),
-                            out,
-                            max_chunks * record,
-                        )
+                        q = word(a, 0) + row * word(a, 1) + head * group * dim * 4
+                        keys, values = word(a, 8) + head * head_bytes, word(a, 9) + head * head_bytes
+                        start, stop_at = max(begin, chunk * CHUNK), min(end, (chunk + 1) * CHUNK)
+                        step = max_chunks * record
+                        for part in range(0, last, size):
+                            attend_part(q + part * dim * 4, keys, values, word(a, 10), pages, start, stop_at,
+                                        out + part * step, step, word(a, 14))  # fmt: skip
+                        attend_last(q + last * dim * 4, keys, values, word(a, 10), pages, start, stop_at,
+                                    out + last * step, step, word(a, 14))  # fmt: skip
                     unit += 1
 
     return attention

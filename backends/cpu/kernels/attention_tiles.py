@@ -47,6 +47,8 @@ ARGUMENTS = (
     "out",  # bf16 tiles (n_rows / 16, n_head * head_dim / 32)
     "scratch",
     "scratch_stride",
+    "softcap",  # float32 bits: what scores are capped at
+    "sinks",  # float32 (n_head): scores of a position without value, where the family has one
 )
 LOG2_E = 1.4426950408889634
 # 2**r for 0 <= r < 1, to 4e-6: far below what bf16 weights keep.
@@ -55,7 +57,14 @@ MASKED, NOTHING = -1e30, -1e20
 
 
 def build(
-    isa: Isa, n_head: str, n_head_kv: str, head_dim: str, type_k: str, type_v: str
+    isa: Isa,
+    n_head: str,
+    n_head_kv: str,
+    head_dim: str,
+    type_k: str,
+    type_v: str,
+    capped: str = "no",
+    sinks: str = "no",
 ) -> Callable[[int, int, int], None]:
     """A kernel for one shape of heads; head_dim is a multiple of 32."""
     heads, heads_kv, dim = int(n_head), int(n_head_kv), int(head_dim)
@@ -73,9 +82,9 @@ def build(
     refined = kinds[0].refined
     start = emitted(isa, 3, lambda e, *a: _start(e, dim, *a))
     score = emitted(isa, 4, lambda e, *a: _score(e, q_tiles, *a))
-    soften = emitted(isa, 8, lambda e, *a: _soften(e, v_tiles, *a))
+    soften = emitted(isa, 9, lambda e, *a: _soften(e, v_tiles, capped == "yes", *a))
     weigh = emitted(isa, 4, lambda e, *a: _weigh(e, v_tiles, *a))
-    finish = emitted(isa, 2, lambda e, *a: _finish(e, dim, kinds[1].rotated, *a))
+    finish = emitted(isa, 3, lambda e, *a: _finish(e, dim, kinds[1].rotated, sinks == "yes", *a))
 
     def attention(thread, n_threads, a):
         n_units = word(word(a, 2), 0) // WINDOW * heads_kv
@@ -117,13 +126,14 @@ def build(
                     for j in range(0, seen, 4):
                         score(query, keys_at + j * q_tiles * TILE, scores + j * TILE, min(4, seen - j))
                     masks = base + seen * PAGE > first + 1 or (window and base < first + 16 - window)
-                    soften(scores, weights, query + q_tiles * TILE, seen, base, first, window, 1 if masks else 0)
+                    soften(scores, weights, query + q_tiles * TILE, seen, base, first, window, 1 if masks else 0,
+                           word(a, 14))  # fmt: skip
                     weigh(weights, values_at, query + q_tiles * TILE, seen // 2)
             for tile in range(4 * group):
                 g, t = tile // 4, row + tile % 4 * 16
                 column = (head * group + g) * q_tiles
                 out = word(a, 11) + (t // 16 * tiles_across + column) * TILE
-                finish(queries + tile * per_query_tile + q_tiles * TILE, out)
+                finish(queries + tile * per_query_tile + q_tiles * TILE, out, word(a, 15) + (head * group + g) * 4)
             unit -= n_threads
         release()
 
@@ -200,6 +210,7 @@ def _power(e: Emitter, x: Value) -> Value:
 def _soften(
     e: Emitter,
     v_tiles: int,
+    capped: bool,
     scores: Value,
     weights: Value,
     results: Value,
@@ -208,9 +219,12 @@ def _soften(
     first: Value,
     window: Value,
     masks: Value,
+    softcap: Value,
 ) -> None:
     """Scores -> bf16 weights; earlier results are rescaled to the new maxima."""
     state = e.add(results, v_tiles * TILE)
+    if capped:
+        _cap(e, scores, n_pages, softcap)
     with e.b.if_then(e.b.icmp_signed("!=", masks, e.i64(0))):
         _mask(e, scores, n_pages, base, first, window)
     with e.loop(0, 16) as row:
@@ -237,6 +251,16 @@ def _soften(
         with e.b.if_then(e.b.fcmp_ordered("!=", before, after)), e.loop(0, v_tiles) as d:
             place = e.add(e.mul(d, TILE), e.mul(row, 64))
             e.store(e.b.fmul(e.load(e.vf, results, place), factor), results, place)
+
+
+def _cap(e: Emitter, scores: Value, n_pages: Value, softcap: Value) -> None:
+    """Scores, which are in units of log2(e), to cap * tanh(score / cap)."""
+    cap = e.splat(e.b.fmul(e.real(softcap), e.const(F32, LOG2_E)))
+    inverse = e.b.fdiv(e.const(e.vf, 1.0), cap)
+    with e.loop(0, e.mul(n_pages, 16)) as line:
+        at = e.mul(line, 64)
+        score = e.load(e.vf, scores, at)
+        e.store(e.b.fmul(cap, e.tanh(e.b.fmul(score, inverse))), scores, at)
 
 
 def _mask(e: Emitter, scores: Value, n_pages: Value, base: Value, first: Value, window: Value) -> None:
@@ -273,11 +297,16 @@ def _weigh(e: Emitter, v_tiles: int, weights: Value, values: Value, results: Val
             store_tile(e, c, e.at(e.add(results, at), c * TILE))
 
 
-def _finish(e: Emitter, dim: int, rotated: bool, results: Value, out: Value) -> None:
+def _finish(e: Emitter, dim: int, rotated: bool, sinks: bool, results: Value, out: Value, sink: Value) -> None:
     """results / sums -> bf16 tiles of the output, turned back where values are rotated."""
     state = e.add(results, dim // 16 * TILE)
     with e.loop(0, 16) as row:
-        inverse = e.b.fdiv(e.const(F32, 1.0), e.load(F32, state, e.add(e.mul(row, 4), 64)))
+        total = e.load(F32, state, e.add(e.mul(row, 4), 64))
+        if sinks:
+            score = e.b.fmul(e.load(F32, sink), e.const(F32, LOG2_E))
+            more = _power(e, e.splat(e.b.fsub(score, e.load(F32, state, e.mul(row, 4)))))
+            total = e.b.fadd(total, e.b.extract_element(more, ir.Constant(I32, 0)))
+        inverse = e.b.fdiv(e.const(F32, 1.0), total)
         scale = e.splat(inverse)
         line = e.mul(row, 64)
         values = [e.b.fmul(e.load(e.vf, results, e.add(line, d * TILE)), scale) for d in range(dim // 16)]

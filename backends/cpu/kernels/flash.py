@@ -26,6 +26,15 @@ assert PAGES + STREAMS - 1 <= AHEAD
 MASKED, NOTHING = -1e30, -1e20  # a masked score, and a maximum below all scores but above that
 
 
+MOST_ROWS = 16  # that pass over the keys together: more would not find room in registers
+
+
+def parts_of(group: int) -> tuple[int, int]:
+    """In how many parts a group of queries passes over the keys, and how many queries are in all but the last."""
+    n = -(-group // MOST_ROWS)
+    return n, -(-group // n)
+
+
 @dataclass(frozen=True)
 class Row:
     """One query: address of its float32 (head_dim), the positions [begin, end) that it sees, where its result goes.
@@ -50,10 +59,12 @@ def attend(
     pages: Value,
     begin: Value,
     end: Value,
+    softcap: Value | None = None,
 ) -> None:
     """Runs the rows over positions [begin, end) of one sequence.
 
     kinds:         how keys and values are held
+    softcap:       float32 bits of c: scores s become c * tanh(s / c)
     keys, values:  addresses of the head's part of page 0; a page's is `stride` bytes after the one before
     pages:         address of the sequence's int32 page numbers
     """
@@ -110,6 +121,9 @@ def attend(
                             at = 4 * (r * STEP + v * e.lanes)
                             e.store(e.b.fadd(e.load(e.vf, scores_at, at), dot), scores_at, at)
         weights = [e.add(scores_at, r * STEP * 4) for r in range(n_rows)]
+        if softcap is not None:
+            for at in weights:
+                _cap(e, at, e.mul(n_pages, PAGE), softcap)
         found = [
             _softmax(e, weights[r], e.mul(n_pages, PAGE), maxima[r], sums[r], bool(packed_values))
             for r in range(n_rows)
@@ -155,6 +169,18 @@ def _scores(e: Emitter, dim: int, rows: list[Row], key: Value, aheads: list[Valu
     return results
 
 
+def _cap(e: Emitter, scores: Value, count: Value, softcap: Value) -> None:
+    """Caps scores in place; masked ones stay as they are."""
+    cap = e.splat(e.real(softcap))
+    inverse = e.b.fdiv(e.const(e.vf, 1.0), cap)
+    with e.loop(0, count, e.lanes) as k:
+        at = e.mul(k, 4)
+        score = e.load(e.vf, scores, at)
+        capped = e.b.fmul(cap, e.tanh(e.b.fmul(score, inverse)))
+        masked = e.b.fcmp_ordered("<", score, e.const(e.vf, NOTHING))
+        e.store(e.b.select(masked, score, capped), scores, at)
+
+
 def _softmax(  # type: ignore[no-untyped-def]
     e: Emitter, scores: Value, count: Value, maximum, total, want_largest: bool
 ) -> tuple[Value, Value | None]:
@@ -175,6 +201,11 @@ def _softmax(  # type: ignore[no-untyped-def]
     correction = _exp(e, e.b.fsub(before, after))
     total.set(e.b.fadd(e.b.fmul(total.get(), correction), e.sum(part.get())))
     return correction, _exp(e, e.b.fsub(most, after)) if want_largest else None
+
+
+def sink_weight(e: Emitter, sinks: Value, offset: int, maximum: Value) -> Value:
+    """What a head's sink adds to the sum of the weights, which are relative to the maximum."""
+    return _exp(e, e.b.fsub(e.load(F32, sinks, offset), maximum))
 
 
 def _exp(e: Emitter, x: Value) -> Value:

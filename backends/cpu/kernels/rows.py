@@ -15,6 +15,7 @@ from typing import Any
 from llvmlite import ir
 
 from edgert.backends.cpu.isa import Isa
+from edgert.backends.cpu.kernels.flash import sink_weight
 from edgert.backends.cpu.kernels.hadamard import rotate_head
 from edgert.backends.cpu.layouts import BLOCK, CACHE_TYPES, CHUNK, WORDS_BYTES, partial_bytes
 from edgert.backends.cpu.simd import ACTIVATIONS, F32, I8, I32, I64, Emitter, Value, emitted, to_bfloat, word
@@ -41,6 +42,7 @@ ARGUMENTS = (
     "source_private",  # bytes between the threads' own copies of the merged source
     "bias",  # float32 (n_cols) of a layer norm
     "post_bias",
+    "sinks",  # float32 (n_head): scores of a position without value, for "merge" where the family has one
 )
 
 
@@ -53,6 +55,7 @@ def build(
     n_head: str = "0",
     head_dim: str = "0",
     type_v: str = "f16",
+    sinks: str = "no",
 ) -> Callable[[int, int, int], None]:
     """A kernel over rows.
 
@@ -68,7 +71,7 @@ def build(
     dim, heads = int(head_dim), int(n_head)
     record = partial_bytes(dim)
     rotated = CACHE_TYPES[type_v].rotated
-    merge = emitted(isa, 4, lambda e, *a: _merge(e, dim, rotated, *a))
+    merge = emitted(isa, 5, lambda e, *a: _merge(e, dim, rotated, sinks == "yes", *a))
 
     # Booleans, since Numba would compare strings while running.
     posts, merges, converts = source in ("post", "post_norm"), source == "merge", form != "none"
@@ -95,7 +98,8 @@ def build(
                 begin = max(0, end - word(a, 17)) if word(a, 17) else 0
                 for head in range(heads):
                     parts = word(a, 14) + (i * heads + head) * word(a, 15) * record
-                    merge(parts, begin // CHUNK, (end - 1) // CHUNK + 1, x + head * dim * 4)
+                    last = (end - 1) // CHUNK + 1
+                    merge(parts, begin // CHUNK, last, x + head * dim * 4, word(a, 21) + head * 4)
             elif gates:
                 weight += row * word(a, 1)
             out, words = word(a, 6) + thread * private, word(a, 7) + thread * private
@@ -154,7 +158,9 @@ def _add_post(e: Emitter, norm: str, x: Value, post: Value, weight: Value, n_col
         e.store(e.b.fadd(e.load(e.vf, x, at), value), x, at)
 
 
-def _merge(e: Emitter, dim: int, rotated: bool, parts: Value, first: Value, last: Value, out: Value) -> None:
+def _merge(
+    e: Emitter, dim: int, rotated: bool, sinks: bool, parts: Value, first: Value, last: Value, out: Value, sink: Value
+) -> None:
     """Joins the chunks [first, last) of one head, each weighing e**(its maximum - the largest); turns them back."""
     record = partial_bytes(dim)
     most = e.var(e.load(F32, parts, e.add(e.mul(first, record), dim * 4)))
@@ -171,6 +177,8 @@ def _merge(e: Emitter, dim: int, rotated: bool, parts: Value, first: Value, last
         with e.loop(0, dim, e.lanes) as k:
             at = e.mul(k, 4)
             e.store(e.fma(e.load(e.vf, part, at), weight, e.load(e.vf, out, at)), out, at)
+    if sinks:
+        total.set(e.b.fadd(total.get(), sink_weight(e, sink, 0, most.get())))
     scale = e.splat(e.b.fdiv(e.const(F32, 1.0), total.get()))
     with e.loop(0, dim, e.lanes) as k:
         at = e.mul(k, 4)
