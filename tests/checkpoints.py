@@ -64,6 +64,97 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+NORMS = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
+PARTIAL = {**ROPE, "partial_rotary_factor": 0.5}
+HEADS = {"head_dim": 32}
+NO_PAD = {"pad_token_id": 0}
+WIDE = {"hidden_size": 192}  # as six heads of 32: llama.cpp takes it for granted for some families
+TIED = ("gemma", "gemma2", "command-r", "cohere2")  # llama.cpp knows no head of their own
+YARN = {**ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONG_ROPE = {
+    **ROPE,
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0 + 0.1 * i for i in range(16)],
+    "long_factor": [1.0 + 0.5 * i for i in range(16)],
+}
+CONFIGS |= {
+    "gemma": ("GemmaForCausalLM", {**HEADS, "rope_parameters": ROPE}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {
+            **HEADS,
+            "num_hidden_layers": 4,
+            "sliding_window": 13,
+            "query_pre_attn_scalar": 32,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": ROPE,
+        },
+    ),
+    "phi2": ("PhiForCausalLM", {**WIDE, "rope_parameters": PARTIAL, "hidden_act": "gelu_new"}),
+    "phi3": ("Phi3ForCausalLM", {**NO_PAD, **WIDE, "rope_parameters": ROPE, "sliding_window": 13}),
+    "phi3-long": ("Phi3ForCausalLM", {**NO_PAD, **WIDE, "rope_parameters": LONG_ROPE}),
+    "smollm3": ("SmolLM3ForCausalLM", {**NO_PAD, **HEADS, "num_hidden_layers": 5, "rope_parameters": ROPE}),
+    "granite": (
+        "GraniteForCausalLM",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 0.5,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": ROPE,
+        },
+    ),
+    "olmo2": ("Olmo2ForCausalLM", {**WIDE, "rope_parameters": ROPE}),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        {
+            **WIDE,
+            "num_hidden_layers": 5,
+            "sliding_window": 13,
+            "rope_parameters": {"sliding_attention": ROPE, "full_attention": YARN},
+        },
+    ),
+    "stablelm": ("StableLmForCausalLM", {**WIDE, "use_qkv_bias": True, "rope_parameters": PARTIAL}),
+    "stablelm-parallel": (
+        "StableLmForCausalLM",
+        {**WIDE, "use_parallel_residual": True, "rope_parameters": PARTIAL},
+    ),
+    "starcoder2": (
+        "Starcoder2ForCausalLM",
+        {**WIDE, "use_bias": True, "sliding_window": None, "rope_parameters": ROPE},
+    ),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {"n_embd": 192, "n_head": 6, "n_layer": 3, "n_inner": 160, "n_positions": 128},
+    ),
+    "gptneox": ("GPTNeoXForCausalLM", {**WIDE, "rope_parameters": PARTIAL}),
+    "gptneox-serial": (
+        "GPTNeoXForCausalLM",
+        {**WIDE, "use_parallel_residual": False, "rope_parameters": PARTIAL},
+    ),
+    "falcon": (
+        "FalconForCausalLM",
+        {**WIDE, "multi_query": True, "new_decoder_architecture": False, "rope_parameters": ROPE,
+         "ffn_hidden_size": 160},
+    ),
+    "falcon-40b": (
+        "FalconForCausalLM",
+        {**WIDE, "num_kv_heads": 2, "new_decoder_architecture": True, "rope_parameters": ROPE,
+         "ffn_hidden_size": 160},
+    ),
+    "nemotron": ("NemotronForCausalLM", {**WIDE, **HEADS, "hidden_act": "relu2", "rope_parameters": PARTIAL}),
+    "glm4": ("Glm4ForCausalLM", {**NO_PAD, **HEADS, "attention_bias": True, "rope_parameters": PARTIAL}),
+    "command-r": ("CohereForCausalLM", {**WIDE, "logit_scale": 0.5, "rope_parameters": ROPE}),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        {**WIDE, **HEADS, "num_hidden_layers": 5, "logit_scale": 0.5, "sliding_window": 13, "rope_parameters": ROPE},
+    ),
+    "qwen2-yarn": ("Qwen2ForCausalLM", {"rope_parameters": YARN}),
+}  # fmt: skip
 CORPUS = """
 The lighthouse keeper counted the ships that passed before the storm, and wrote each name in a book. In the morning
 the sea was calm again, and only one of them had come back to the harbour. She asked the captain what he had seen;
@@ -88,7 +179,7 @@ def make_model(name: str, tied: bool = False, seed: int = 1, **changes: Any) -> 
     model = model_class(model_class.config_class(**settings)).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if key.endswith("norm.weight"):
+            if key.endswith(NORMS):
                 parameter += torch.randn_like(parameter) * 0.2
             elif key.endswith("o_proj.bias"):
                 parameter.zero_()  # edgert has none there; llama checkpoints made from Qwen have zeros

@@ -17,6 +17,7 @@ def llama_cpp_logits(path: Path, tokens: Sequence[int]) -> np.ndarray:
     model_params = llama_cpp.llama_model_default_params()
     model_params.use_extra_bufts = False
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+    assert model, f"llama.cpp does not load {path}"
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = 256
     params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32

@@ -5,6 +5,7 @@ Weights are dequantized by gguf-py, so that edgert's own formats are checked as 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ class Reference:
 
     dtype:  float32 as the backends, or float64 to see how far float32 itself is off
     cache:  keep the dequantized layers, for small models that run often
+    n_ctx:  of the context, which decides on the rotation of some models; 0: as in training
     """
 
-    def __init__(self, path: str | Path, dtype: type = np.float32, cache: bool = True) -> None:
+    def __init__(self, path: str | Path, dtype: type = np.float32, cache: bool = True, n_ctx: int = 0) -> None:
         with GGUFFile.open(path) as file:
-            self.architecture = describe(file)
+            a = describe(file)
+        self.architecture = a.for_context(n_ctx or a.n_ctx_train)
         self.tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
         self.dtype = dtype
         self.cache: dict[str, Floats] | None = {} if cache else None
@@ -49,47 +52,75 @@ class Reference:
         """Token ids (n,) -> logits (n, n_vocab) after each token, or (1, n_vocab) after the last one."""
         a = self.architecture
         x = self.weight("token_embd.weight", np.asarray(tokens)) * self.dtype(a.embedding_scale)  # (n, n_embd)
+        if "position_embd.weight" in a.outer:
+            x = x + self.weight("position_embd.weight", np.arange(len(x)))
         for i, layer in enumerate(a.layers):
             x = self.layer(i, layer, x)
         if last:
             x = x[-1:]
-        x = rms_norm(x, self.weight("output_norm.weight"), a.norm_eps)
+        x = self.norm(x, "output_norm") * self.dtype(a.logit_scale)
         head = "token_embd.weight" if a.tied_head else "output.weight"
         logits = np.empty((len(x), a.n_vocab), self.dtype)
         for start in range(0, a.n_vocab, HEAD_ROWS):
             rows = slice(start, start + HEAD_ROWS)
             logits[:, rows] = x @ self.weight(head, rows).T
+        if "output.bias" in a.outer:
+            logits += self.weight("output.bias")
         return softcap(logits, a.final_logit_softcapping)
 
     def layer(self, i: int, layer: Layer, x: Floats) -> Floats:
         """Residual stream (n, n_embd) -> (n, n_embd)."""
-        a = self.architecture
+        a, n, dim = self.architecture, len(x), self.architecture.head_dim
 
-        def w(name: str) -> Floats:
-            return self.weight(f"blk.{i}.{name}")
+        def product(h: Floats, part: str) -> Floats:
+            return self.product(h, f"blk.{i}.{part}")
 
-        def project(h: Floats, part: str) -> Floats:
-            y = h @ w(f"attn_{part}.weight").T
-            if a.qkv_bias:
-                y = y + w(f"attn_{part}.bias")
-            return y.reshape(len(h), -1, a.head_dim)  # (n, heads, head_dim)
+        def norm(h: Floats, name: str) -> Floats:
+            return self.norm(h, f"blk.{i}.{name}") if layer.has(name) else h
 
-        h = rms_norm(x, w("attn_norm.weight"), a.norm_eps)
-        q, k, v = (project(h, part) for part in "qkv")
-        if a.qk_norm:
-            q = rms_norm(q, w("attn_q_norm.weight"), a.norm_eps)
-            k = rms_norm(k, w("attn_k_norm.weight"), a.norm_eps)
-        h = attention(rotate(q, layer), rotate(k, layer), v, layer.window, a) @ w("attn_output.weight").T
-        if a.post_norm:
-            h = rms_norm(h, w("post_attention_norm.weight"), a.norm_eps)
-        x = x + h
+        h = norm(x, layer.attention_norm)
+        if layer.has("attn_qkv"):
+            q, k, v = np.split(product(h, "attn_qkv"), np.cumsum([layer.n_head, layer.n_head_kv]) * dim, axis=-1)
+        else:
+            q, k, v = (product(h, f"attn_{part}") for part in "qkv")
+        if layer.tensors.get("attn_q_norm.weight", (dim,))[-1] > dim:
+            q, k = norm(q, "attn_q_norm"), norm(k, "attn_k_norm")
+        q, k, v = (part.reshape(n, -1, dim) for part in (q, k, v))  # (n, heads, head_dim)
+        if layer.tensors.get("attn_q_norm.weight", (0,))[-1] == dim:
+            q, k = norm(q, "attn_q_norm"), norm(k, "attn_k_norm")
+        sinks = self.weight(f"blk.{i}.attn_sinks.weight") if layer.has("attn_sinks") else None
+        h = attention(rotate(q, layer), rotate(k, layer), v, layer.window, a, sinks)
+        attended = norm(product(h, "attn_output"), "post_attention_norm")
+        before = x
+        x = x + attended
+        h = norm(before if layer.parallel else x, layer.feed_forward_norm)
+        return x + norm(self.feed_forward(i, layer, h), "post_ffw_norm")
 
-        h = rms_norm(x, w("ffn_norm.weight"), a.norm_eps)
-        gate, up = h @ w("ffn_gate.weight").T, h @ w("ffn_up.weight").T  # (n, n_ff)
-        h = (ACTIVATIONS[a.activation](gate) * up) @ w("ffn_down.weight").T
-        if a.post_norm:
-            h = rms_norm(h, w("post_ffw_norm.weight"), a.norm_eps)
-        return x + h
+    def feed_forward(self, i: int, layer: Layer, h: Floats) -> Floats:
+        """(n, n_embd) -> (n, n_embd)."""
+        up = self.product(h, f"blk.{i}.ffn_up")
+        activation = ACTIVATIONS[self.architecture.activation]
+        if layer.has("ffn_gate"):
+            h = activation(self.product(h, f"blk.{i}.ffn_gate")) * up
+        elif layer.gate_is_fused:
+            h = activation(up[:, : layer.n_ff]) * up[:, layer.n_ff :]
+        else:
+            h = activation(up)
+        return self.product(h, f"blk.{i}.ffn_down")
+
+    def product(self, h: Floats, name: str) -> Floats:
+        """(n, columns) -> (n, rows), with the bias where there is one."""
+        y = h @ self.weight(f"{name}.weight").T
+        return y + self.weight(f"{name}.bias") if f"{name}.bias" in self.tensors else y
+
+    def norm(self, x: Floats, name: str) -> Floats:
+        """(..., n) -> (..., n)."""
+        weight, eps = self.weight(f"{name}.weight"), x.dtype.type(self.architecture.norm_eps)
+        if self.architecture.norm == "rms":
+            return rms_norm(x, weight, eps)
+        x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+        return x + self.weight(f"{name}.bias") if f"{name}.bias" in self.tensors else x
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
@@ -101,7 +132,8 @@ def rotate(x: Floats, layer: Layer) -> Floats:
     """Rotary embedding of (n, heads, head_dim); row p stands at position p."""
     rope, half = layer.rope, layer.rope.n_dims // 2
     angles = np.arange(len(x))[:, None, None] * rope.frequencies()  # float64 (n, 1, half)
-    cos, sin = np.cos(angles).astype(x.dtype), np.sin(angles).astype(x.dtype)
+    cos, sin = (rope.magnitude * wave(angles) for wave in (np.cos, np.sin))
+    cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     if rope.style == "norm":
         first, second = slice(0, rope.n_dims, 2), slice(1, rope.n_dims, 2)
     else:
@@ -112,18 +144,25 @@ def rotate(x: Floats, layer: Layer) -> Floats:
     return y
 
 
-def attention(q: Floats, k: Floats, v: Floats, window: int, a: Architecture) -> Floats:
-    """q (n, n_head, head_dim), k and v (n, n_head_kv, head_dim) -> (n, n_head * head_dim)."""
+def attention(q: Floats, k: Floats, v: Floats, window: int, a: Architecture, sinks: Floats | None = None) -> Floats:
+    """q (n, n_head, head_dim), k and v (n, n_head_kv, head_dim) -> (n, n_head * head_dim).
+
+    sinks:  (n_head,) scores of a position that has no value, or None
+    """
     n = len(q)
     distance = np.arange(n)[:, None] - np.arange(n)  # how far the key lies behind the query
     hidden = (distance < 0) | (distance >= (window or n))
     out = np.empty_like(q)
-    for head in range(a.n_head):
-        group = head * a.n_head_kv // a.n_head
+    for head in range(q.shape[1]):
+        group = head * k.shape[1] // q.shape[1]
         scores = softcap(q[:, head] @ k[:, group].T * q.dtype.type(a.attention_scale), a.attn_logit_softcapping)
         scores[hidden] = -np.inf
-        scores = np.exp(scores - scores.max(-1, keepdims=True))
-        out[:, head] = scores / scores.sum(-1, keepdims=True) @ v[:, group]
+        most = scores.max(-1, keepdims=True)
+        scores = np.exp(scores - most)
+        total = scores.sum(-1, keepdims=True)
+        if sinks is not None:
+            total += np.exp(sinks[head] - most)
+        out[:, head] = scores / total @ v[:, group]
     return out.reshape(n, -1)
 
 
@@ -137,7 +176,19 @@ def gelu(x: Floats) -> Floats:
     return x / 2 * (1 + np.tanh(x.dtype.type(np.sqrt(2 / np.pi)) * (x + x.dtype.type(0.044715) * x**3)))
 
 
-ACTIVATIONS = {"silu": silu, "gelu": gelu}
+def gelu_erf(x: Floats) -> Floats:
+    return x / 2 * (1 + np.vectorize(math.erf, otypes=[x.dtype])(x / np.sqrt(2)))
+
+
+def relu(x: Floats) -> Floats:
+    return np.maximum(x, 0)
+
+
+def relu_sqr(x: Floats) -> Floats:
+    return np.maximum(x, 0) ** 2
+
+
+ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_erf": gelu_erf, "relu": relu, "relu_sqr": relu_sqr}
 
 
 def softcap(x: Floats, cap: float) -> Floats:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from edgert.errors import UnsupportedFormatError
 from edgert.quantize.architecture.base import Architecture, Layer, Rope
+from edgert.quantize.architecture.checks import check
 
 if TYPE_CHECKING:
     from edgert.quantize.gguf_file import Model
 
-__all__ = ["FAMILIES", "Architecture", "Layer", "Rope", "describe"]
+__all__ = ["FAMILIES", "Architecture", "Layer", "Rope", "describe", "expected"]
 
 FAMILIES = (
     *("cohere2", "command-r", "falcon", "gemma", "gemma2", "gemma3", "glm4", "gpt2", "gptneox", "granite", "llama"),
@@ -25,9 +26,20 @@ def describe(file: Model[Any]) -> Architecture:
     Raises: UnsupportedFormatError for a family or a part of it that edgert does not know; ModelFileError for
         keys and tensors that are missing or contradict each other.
     """
+    architecture = expected(file)
+    check(file, architecture)
+    return architecture
+
+
+def expected(file: Model[Any]) -> Architecture:
+    """What a model of the file's metadata computes; of its tensors only some names and shapes are looked at.
+
+    Raises: as describe(), but for tensors.
+    """
     family = file.get("general.architecture", str, "")
     if family not in FAMILIES:
         named = f"is a {family!r} model" if family else "does not name its general.architecture"
         raise UnsupportedFormatError(f"{file.path} {named}; edgert runs {', '.join(FAMILIES)}.")
-    architecture: Architecture = import_module(f"{__name__}.{family.replace('-', '_')}").describe(file)
+    module = import_module(f"{__name__}.{family.replace('-', '_')}")
+    architecture: Architecture = module.describe(file)
     return architecture

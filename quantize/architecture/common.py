@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,9 +17,7 @@ from edgert.quantize.gguf_file import Model
 
 log = logging.getLogger("edgert")
 
-ESSENTIAL_TOKENS = ("bos", "eos", "unknown", "eot", "eom")
 QkNorm = Literal["", "head", "heads", "row"]
-UNUSED = ("attn_rot_embd.weight",)  # of layers, by name: in old files, and read by nobody
 
 
 class Keys:
@@ -94,7 +91,7 @@ def describe(
     activation: Activation = "silu",
     parallel: bool = False,
 ) -> Architecture:
-    """The description of a family whose layers are alike but for their sizes, checked against the file.
+    """The description of a family whose layers are alike but for their sizes.
 
     Fused tensors take the place of their parts, and biases are added, where the file has them.
 
@@ -130,7 +127,7 @@ def describe(
         q, kv = heads * head_dim, heads_kv * head_dim
         tensors = _layer_tensors(n_embd, q, kv, n_ff, head_dim, norms, qk_norm, gated, stored)
         layers.append(Layer(heads, heads_kv, n_ff, _with_biases(tensors, stored, norm), rope, parallel=parallel))
-    architecture = Architecture(
+    return Architecture(
         name=keys.family,
         n_layer=n_layer,
         n_embd=n_embd,
@@ -146,9 +143,6 @@ def describe(
         attn_logit_softcapping=keys.number("attn_logit_softcapping", default=0.0),
         final_logit_softcapping=keys.number("final_logit_softcapping", default=0.0),
     )
-    _check_tensors(file, architecture)
-    _check_token_ids(file, architecture.n_vocab)
-    return architecture
 
 
 def _layer_tensors(
@@ -254,49 +248,6 @@ def _rope_base(keys: Keys, default: float) -> float:
     if keys.raw("rope.freq_base") is None:
         warn_default(keys.file, keys.name("rope.freq_base"), default)
     return base
-
-
-def _check_tensors(file: Model[Any], architecture: Architecture) -> None:
-    """Needed tensors are there, in their shapes; surplus ones that would change the result are refused."""
-    needed = architecture.tensors()
-    for name, shape in needed.items():
-        found = file.tensor(name).shape
-        if found != shape:
-            raise _wrong_shape(file, name, found, shape)
-    extra = [name for name in file.tensors if name not in needed]
-    for name in extra:
-        layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-        in_layer = layer is not None and int(layer[1]) < architecture.n_layer and layer[2] not in UNUSED
-        if in_layer or name.startswith(("output", "rope_f", "position_embd", "token_embd_norm")):
-            raise UnsupportedFormatError(
-                f"{file.path} has the tensor {name!r}, which edgert's {architecture.name} does not know: "
-                "without it the answers would be wrong."
-            )
-    if extra:
-        shown = ", ".join(extra[:5]) + (" ..." if len(extra) > 5 else "")
-        log.warning("%s holds more than the model needs: %d not used, %s", file.path, len(extra), shown)
-
-
-def _wrong_shape(file: Model[Any], name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> ModelFileError:
-    return ModelFileError(
-        f"{file.path}: the tensor {name!r} has the shape {found} and should have {expected} by the metadata; "
-        "convert the model anew."
-    )
-
-
-def _check_token_ids(file: Model[Any], n_vocab: int) -> None:
-    """Special token ids lie within the vocabulary."""
-    for key in file.metadata:
-        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
-            token = file.get(key, int)
-            if 0 <= token < n_vocab:
-                continue
-            if key.removeprefix("tokenizer.ggml.").removesuffix("_token_id") in ESSENTIAL_TOKENS:
-                raise ModelFileError(
-                    f"{file.path}: {key} is {token}, outside the vocabulary of {n_vocab} tokens; "
-                    "convert the model anew."
-                )
-            log.warning("%s: %s is %d, outside the vocabulary of %d: ignored", file.path, key, token, n_vocab)
 
 
 def local_layers(keys: Keys, n_layer: int, period: int) -> list[bool]:

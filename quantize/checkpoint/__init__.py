@@ -22,7 +22,10 @@ def open_checkpoint(folder: Path) -> Source:
     """
     config = Config(folder / "config.json")
     family = find_family(config)
+    config.settings = family.settings
     config.defaults = dict(family.defaults)
+    if family.derived:
+        config.values |= family.derived(config)
     with contextlib.ExitStack() as stack:
         entries, files = open_weights(folder, stack)
         mapping = Mapping(folder, family, entries)
@@ -30,11 +33,12 @@ def open_checkpoint(folder: Path) -> Source:
         sizes = read_sizes(config, family, mapping.n_vocab)
         own_keys, rope = architecture_keys(config, family, sizes, notices)
         mapping.settle_head(config)
-        tensors = list(mapping.tensors(sizes, rope.factors))
+        vocabulary = vocabulary_keys(folder, config.values, sizes.n_vocab, notices)
+        tensors = mapping.tensors(sizes, rope.tensors, own_keys)
         n_parameters = sum(math.prod(tensor.shape) for tensor in tensors)
         metadata = general_keys(folder, config, family, n_parameters)
         metadata |= own_keys
-        metadata |= vocabulary_keys(folder, config.values, sizes.n_vocab, notices)
+        metadata |= vocabulary
         beside = sorted({path.name for path in folder.glob("*.safetensors")} - {path.name for path in files})
         return Source(
             folder,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,11 @@ def load_json(path: Path) -> dict[str, Any]:
 
 
 class Config:
-    """config.json's values by key; `text_config`, where there is one, comes first."""
+    """config.json's values by key; `text_config`, where there is one, comes first.
+
+    defaults:  of keys that it lacks
+    settings:  keys that it calls otherwise
+    """
 
     def __init__(self, path: Path, defaults: dict[str, Any] | None = None) -> None:
         self.path = path
@@ -46,10 +51,13 @@ class Config:
         inner = outer.get("text_config")
         self.values = {**outer, **inner} if isinstance(inner, dict) else outer
         self.defaults: dict[str, Any] = defaults or {}
+        self.settings: Mapping[str, str] = {}
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, the family's default, or `default`; null counts as absent."""
-        value = self.values.get(key)
+        value = self.values.get(self.settings.get(key, key))
+        if value is None:
+            value = self.values.get(key)
         if value is None:
             value = self.defaults.get(key)
         return default if value is None else value

@@ -1,12 +1,12 @@
-"""How each family's checkpoint differs from the others: names of tensors, norms, the order of rows, defaults.
+"""How each family's checkpoint differs from the others: names of tensors and of settings, the order of rows, defaults.
 
-Source: the models' config classes in transformers (defaults of absent keys); the tensor names of llama.cpp.
+Source: the models' config classes in transformers (names, and defaults of absent keys); llama.cpp's tensor names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgert.errors import UnsupportedFormatError
@@ -34,6 +34,12 @@ OUTER_NAMES = {
     "norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
+TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+
+
+def _with_biases(names: Mapping[str, str]) -> dict[str, str]:
+    """Names without their endings -> those of weights and of biases."""
+    return {f"{old}.{end}": f"{new}.{end}" for old, new in names.items() for end in ("weight", "bias")}
 
 
 @dataclass(frozen=True)
@@ -42,68 +48,316 @@ class Family:
 
     name:         general.architecture
     classes:      `architectures` of config.json that are stored this way
-    renamed:      further or other entries of LAYER_NAMES
+    layer_names:  further or other entries of LAYER_NAMES
+    outer_names:  further or other entries of OUTER_NAMES
     rotated:      rotates (i, i + n/2) in the checkpoint and neighbours in GGUF, so rows of q and k change places
+    fused:        the rows of its attn_qkv stand by heads, those of q, k and v in turn
+    transposed:   matrices stand columns first
     norm_shift:   what GGUF's norms have more than the checkpoint's
-    qkv_bias:     None: when the checkpoint has them
     activations:  values of hidden_act that mean the family's activation
+    settings:     a common key of config.json -> the family's name of it
+    eps:          config.json's key of the norms' epsilon; one that does not begin with "rms" is of layer norms
+    numbers:      GGUF's key -> config.json's, of numbers that the family has besides
+    demanded:     values of config.json that GGUF takes for granted
+    windows:      of so many layers the last one sees the whole text, 1: none does, where config.json has a window
+    partial:      the share of a head that is rotated where config.json does not say; None: always all of it
     head_size:    head_dim when config.json lacks it; None: hidden_size / num_attention_heads
     llama_keys:   whether vocab_size and rope.dimension_count are written
-    llama3_rope:  the runtime takes the factors of rope_freqs.weight for it
+    scalings:     kinds of scaled rotation besides linear and yarn that the runtimes take for it
+    derived:      values that follow from others in config.json
     """
 
     name: str
     classes: tuple[str, ...]
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    layer_names: Mapping[str, str] = field(default_factory=dict)
+    outer_names: Mapping[str, str] = field(default_factory=dict)
     rotated: bool = False
+    fused: bool = False
+    transposed: bool = False
     norm_shift: float = 0.0
-    qkv_bias: bool | None = False
-    qk_norm: bool = False
-    post_norm: bool = False
     tied_head: bool = False
     activations: tuple[str, ...] = ("silu", "swish")
+    settings: Mapping[str, str] = field(default_factory=dict)
+    eps: str = "rms_norm_eps"
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    demanded: Mapping[str, Any] = field(default_factory=dict)
+    windows: int = 0
+    partial: float | None = None
     head_size: int | None = None
     llama_keys: bool = False
-    llama3_rope: bool = False
+    scalings: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    derived: Callable[[Config], dict[str, Any]] | None = None
 
-    @property
-    def layer_names(self) -> dict[str, str]:
-        return {**LAYER_NAMES, **self.renamed}
+    def target(self, name: str, layer: int | None) -> str | None:
+        """The GGUF name of what a checkpoint calls `name`, in a layer or outside; None where the family has none."""
+        if layer is None:
+            return {**OUTER_NAMES, **self.outer_names}.get(name)
+        found = {**LAYER_NAMES, **self.layer_names}.get(name)
+        return found and f"blk.{layer}.{found}"
 
+
+def _of_gptneox(config: Config) -> dict[str, Any]:
+    return {"num_key_value_heads": config.integer("num_attention_heads")}
+
+
+def _of_gpt2(config: Config) -> dict[str, Any]:
+    return _of_gptneox(config) | {"intermediate_size": config.get("n_inner", 4 * config.integer("hidden_size"))}
+
+
+def _of_falcon(config: Config) -> dict[str, Any]:
+    n_head = config.get("num_attention_heads", config.get("n_head"))
+    few = config.get("num_kv_heads", n_head) if config.get("new_decoder_architecture") else 1
+    return {
+        "num_key_value_heads": few if config.get("new_decoder_architecture") or config.get("multi_query") else n_head,
+        "intermediate_size": config.get("ffn_hidden_size", 4 * config.integer("hidden_size")),
+    }
+
+
+def _of_smollm3(config: Config) -> dict[str, Any]:
+    rotated = config.get("no_rope_layers")
+    if rotated is not None and rotated != [(i + 1) % 4 != 0 for i in range(len(rotated))]:
+        raise UnsupportedFormatError(f"{config.path}: no_rope_layers are others than GGUF's smollm3 leaves unrotated.")
+    return {}
+
+
+_GEMMA_NORMS = {
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+    "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+}
+_LAYER_NORMS = _with_biases({"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"})
+_FUSED_GATE = {"mlp.gate_up_proj.weight": "ffn_up.weight"}
+_OUTPUT_BIASES = {"self_attn.o_proj.bias": "attn_output.bias"}
+_GELU_MLP = _with_biases({"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"})
+_COHERE = Family(
+    "command-r",
+    ("CohereForCausalLM",),
+    tied_head=True,
+    eps="layer_norm_eps",
+    numbers={"logit_scale": "logit_scale"},
+    defaults={"logit_scale": 0.0625, "tie_word_embeddings": True, "layer_norm_eps": 1e-5},
+)
 
 FAMILIES = (
     Family(
         "llama",
         ("LlamaForCausalLM", "MistralForCausalLM"),
         rotated=True,
-        qkv_bias=None,
         llama_keys=True,
-        llama3_rope=True,
+        scalings=("llama3",),
     ),
-    Family("qwen2", ("Qwen2ForCausalLM",), qkv_bias=True),
-    Family("qwen3", ("Qwen3ForCausalLM",), qk_norm=True, head_size=128),
+    Family("qwen2", ("Qwen2ForCausalLM",)),
+    Family("qwen3", ("Qwen3ForCausalLM",), head_size=128),
+    Family(
+        "gemma",
+        ("GemmaForCausalLM",),
+        norm_shift=1.0,
+        tied_head=True,
+        activations=(*TANH_GELU, "gelu"),
+        head_size=256,
+    ),
+    Family(
+        "gemma2",
+        ("Gemma2ForCausalLM",),
+        layer_names=_GEMMA_NORMS,
+        norm_shift=1.0,
+        tied_head=True,
+        activations=TANH_GELU,
+        numbers={
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        windows=2,
+        head_size=256,
+        defaults={"sliding_window": 4096},
+    ),
     Family(
         "gemma3",
         ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-        renamed={
-            "post_attention_layernorm.weight": "post_attention_norm.weight",
-            "pre_feedforward_layernorm.weight": "ffn_norm.weight",
-            "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
-        },
+        layer_names=_GEMMA_NORMS,
         norm_shift=1.0,
-        qk_norm=True,
-        post_norm=True,
         tied_head=True,
         activations=("gelu_pytorch_tanh",),
+        numbers={"final_logit_softcapping": "final_logit_softcapping"},
+        windows=6,
         head_size=256,
         defaults={
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "max_position_embeddings": 131_072,
             "rope_theta": 1_000_000.0,
+            "sliding_window": 4096,
         },
     ),
+    Family(
+        "phi2",
+        ("PhiForCausalLM",),
+        layer_names=_with_biases(
+            {
+                "input_layernorm": "attn_norm",
+                "self_attn.dense": "attn_output",
+                "mlp.fc1": "ffn_up",
+                "mlp.fc2": "ffn_down",
+            }
+        ),
+        outer_names={**_with_biases({"final_layernorm": "output_norm"}), "lm_head.bias": "output.bias"},
+        activations=TANH_GELU,
+        eps="layer_norm_eps",
+        demanded={"qk_layernorm": False},
+        partial=0.5,
+    ),
+    Family(
+        "phi3",
+        ("Phi3ForCausalLM",),
+        layer_names={"self_attn.qkv_proj.weight": "attn_qkv.weight", **_FUSED_GATE},
+        windows=1,
+        partial=1.0,
+        scalings=("longrope", "su"),
+    ),
+    Family("smollm3", ("SmolLM3ForCausalLM",), rotated=True, derived=_of_smollm3),
+    Family(
+        "granite",
+        ("GraniteForCausalLM",),
+        layer_names={
+            **_OUTPUT_BIASES,
+            **_with_biases({f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}),
+        },
+        rotated=True,
+        numbers={
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "attention.scale": "attention_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        llama_keys=True,
+        defaults=dict.fromkeys(
+            ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
+        ),
+    ),
+    Family(
+        "olmo2",
+        ("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+        layer_names={name: _GEMMA_NORMS[name] for name in _GEMMA_NORMS if name.startswith("post")},
+        windows=4,
+    ),
+    Family(
+        "stablelm",
+        ("StableLmForCausalLM",),
+        layer_names=_LAYER_NORMS,
+        outer_names={"norm.bias": "output_norm.bias"},
+        eps="layer_norm_eps",
+        demanded={"qk_layernorm": False},
+        partial=0.25,
+    ),
+    Family(
+        "starcoder2",
+        ("Starcoder2ForCausalLM",),
+        layer_names={**_LAYER_NORMS, **_OUTPUT_BIASES, **_GELU_MLP},
+        outer_names={"norm.bias": "output_norm.bias"},
+        tied_head=True,
+        activations=TANH_GELU,
+        eps="norm_epsilon",
+        windows=1,
+    ),
+    Family(
+        "gpt2",
+        ("GPT2LMHeadModel",),
+        layer_names={
+            **_GELU_MLP,
+            **_with_biases(
+                {"ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output"}
+            ),
+        },
+        outer_names={
+            "wte.weight": "token_embd.weight",
+            "wpe.weight": "position_embd.weight",
+            **_with_biases({"ln_f": "output_norm"}),
+        },
+        transposed=True,
+        tied_head=True,
+        activations=TANH_GELU,
+        settings={
+            "hidden_size": "n_embd",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+            "max_position_embeddings": "n_positions",
+            "hidden_act": "activation_function",
+        },
+        eps="layer_norm_epsilon",
+        demanded={"scale_attn_by_inverse_layer_idx": False},
+        defaults={"activation_function": "gelu_new"},
+        derived=_of_gpt2,
+    ),
+    Family(
+        "gptneox",
+        ("GPTNeoXForCausalLM",),
+        layer_names={
+            **_LAYER_NORMS,
+            **_with_biases(
+                {
+                    "attention.query_key_value": "attn_qkv",
+                    "attention.dense": "attn_output",
+                    "mlp.dense_h_to_4h": "ffn_up",
+                    "mlp.dense_4h_to_h": "ffn_down",
+                }
+            ),
+        },
+        outer_names={
+            "embed_in.weight": "token_embd.weight",
+            **_with_biases({"final_layer_norm": "output_norm"}),
+            "embed_out.weight": "output.weight",
+        },
+        fused=True,
+        activations=("gelu",),
+        settings={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+        eps="layer_norm_eps",
+        numbers={"use_parallel_residual": "use_parallel_residual"},
+        partial=0.25,
+        defaults={"use_parallel_residual": True, "hidden_act": "gelu"},
+        derived=_of_gptneox,
+    ),
+    Family(
+        "falcon",
+        ("FalconForCausalLM", "RWForCausalLM"),
+        layer_names={
+            **_with_biases({"input_layernorm": "attn_norm", "ln_mlp": "attn_norm", "ln_attn": "attn_norm_2"}),
+            "self_attention.query_key_value.weight": "attn_qkv.weight",
+            "self_attention.dense.weight": "attn_output.weight",
+            "mlp.dense_h_to_4h.weight": "ffn_up.weight",
+            "mlp.dense_4h_to_h.weight": "ffn_down.weight",
+        },
+        outer_names={"word_embeddings.weight": "token_embd.weight", **_with_biases({"ln_f": "output_norm"})},
+        fused=True,
+        tied_head=True,
+        activations=("gelu",),
+        eps="layer_norm_epsilon",
+        demanded={"alibi": False, "parallel_attn": True},
+        defaults={"hidden_act": "gelu", "max_position_embeddings": 2048},
+        derived=_of_falcon,
+    ),
+    Family(
+        "nemotron",
+        ("NemotronForCausalLM",),
+        layer_names={**_LAYER_NORMS, **_OUTPUT_BIASES},
+        outer_names={"norm.bias": "output_norm.bias"},
+        norm_shift=1.0,
+        activations=("relu2",),
+        eps="norm_eps",
+        partial=0.5,
+    ),
+    Family(
+        "glm4",
+        ("Glm4ForCausalLM",),
+        layer_names={
+            "post_self_attn_layernorm.weight": "post_attention_norm.weight",
+            "post_mlp_layernorm.weight": "post_ffw_norm.weight",
+            **_FUSED_GATE,
+        },
+        partial=0.5,
+    ),
+    _COHERE,
+    replace(_COHERE, name="cohere2", classes=("Cohere2ForCausalLM",), windows=4),
 )
 
 

@@ -13,7 +13,6 @@ from edgert.quantize.checkpoint.families import Family
 from edgert.quantize.checkpoint.rope import RopeScaling, read_rope
 from edgert.quantize.gguf_value import Kind, Value
 
-_GEMMA3_PERIOD = 6  # every so many layers one sees the whole text
 _SIZES = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
 # generation_config.json -> general.sampling.*
 _SAMPLING = {
@@ -36,17 +35,6 @@ class Sizes:
     n_head_kv: int
     head_dim: int
     n_vocab: int
-
-    def shape(self, described: str) -> tuple[int, ...]:
-        """The shape that a row of LAYER_TENSORS describes."""
-        sizes = {
-            "embd": self.n_embd,
-            "q": self.n_head * self.head_dim,
-            "kv": self.n_head_kv * self.head_dim,
-            "head": self.head_dim,
-            "ff": self.n_ff,
-        }
-        return tuple(sizes[part] for part in described.split())
 
 
 def read_sizes(config: Config, family: Family, n_vocab: int) -> Sizes:
@@ -80,9 +68,7 @@ def architecture_keys(
     Raises: UnsupportedFormatError for what GGUF has no key for and would change the answers.
     """
     _refuse_variants(config, family)
-    rope = read_rope(config, sizes.head_dim, family.llama3_rope)
-    if rope.notice:
-        notices.append(rope.notice)
+    rope = read_rope(config, family, sizes.head_dim)
     keys = {
         "block_count": Value.u32(sizes.n_layer),
         "context_length": Value.u32(config.integer("max_position_embeddings")),
@@ -91,7 +77,9 @@ def architecture_keys(
         "attention.head_count": Value.u32(sizes.n_head),
         "attention.head_count_kv": Value.u32(sizes.n_head_kv),
         **rope.keys,
-        "attention.layer_norm_rms_epsilon": Value.f32(config.number("rms_norm_eps", 1e-6)),
+        f"attention.layer_norm_{'rms_' * family.eps.startswith('rms')}epsilon": Value.f32(
+            config.number(family.eps, 1e-6 if family.eps.startswith("rms") else 1e-5)
+        ),
     }
     if config.get("head_dim") is not None or family.head_size is not None:
         keys["attention.key_length"] = Value.u32(sizes.head_dim)
@@ -99,8 +87,16 @@ def architecture_keys(
     if family.llama_keys:
         keys["vocab_size"] = Value.u32(sizes.n_vocab)
         keys["rope.dimension_count"] = Value.u32(sizes.head_dim)
-    if family.name == "gemma3":
-        keys |= _gemma3_keys(config, sizes)
+    for key, setting in family.numbers.items():
+        value = config.get(setting)
+        if isinstance(value, bool):
+            keys[key] = Value.number(Kind.BOOL, value)
+        elif value is not None:
+            keys[key] = Value.f32(config.number(setting))
+    if family.name in ("gemma2", "gemma3"):
+        _check_query_scale(config, family, sizes)
+    if family.windows:
+        keys |= _window_keys(config, family, sizes)
     elif config.get("sliding_window") is not None and config.get("use_sliding_window", family.name == "llama"):
         notices.append(
             f"attention sees the whole text: GGUF's {family.name} has no key for the sliding window of "
@@ -110,12 +106,20 @@ def architecture_keys(
 
 
 def _refuse_variants(config: Config, family: Family) -> None:
-    activation = config.get("hidden_activation", config.get("hidden_act", family.activations[0]))
+    activation = next(
+        (config.get(key) for key in ("hidden_activation", "hidden_act", "activation") if config.get(key)),
+        family.activations[0],
+    )
     if activation not in family.activations:
         raise UnsupportedFormatError(
             f"{config.path}: the activation is {activation!r}; edgert converts {family.name} with "
             f"{' or '.join(family.activations)}."
         )
+    for key, value in family.demanded.items():
+        if config.get(key, value) != value:
+            raise UnsupportedFormatError(
+                f"{config.path}: {key} is {config.get(key)!r}; edgert converts {family.name} where it is {value!r}."
+            )
     quantization = config.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -123,36 +127,47 @@ def _refuse_variants(config: Config, family: Family) -> None:
             f"{config.path} describes weights that are quantized already ({method or 'quantization_config'}): "
             "take the float original."
         )
-    if config.get("attn_logit_softcapping") is not None:
+    if "attn_logit_softcapping" not in family.numbers and config.get("attn_logit_softcapping") is not None:
         raise UnsupportedFormatError(f"{config.path}: edgert does not convert attn_logit_softcapping of {family.name}.")
     if config.get("use_bidirectional_attention"):
         raise UnsupportedFormatError(f"{config.path}: a model whose attention looks ahead writes no text.")
 
 
-def _gemma3_keys(config: Config, sizes: Sizes) -> dict[str, Value]:
-    keys: dict[str, Value] = {}
-    # llama.cpp and edgert take the scale from the sizes; the 27B model is known by its 62 layers
-    expected = sizes.n_embd // sizes.n_head if sizes.n_layer == 62 else sizes.head_dim
+def _check_query_scale(config: Config, family: Family, sizes: Sizes) -> None:
+    """llama.cpp and edgert take the scale of attention from the sizes; the 27B models are known by their layers."""
+    large = {"gemma2": 46, "gemma3": 62}[family.name]
+    expected = sizes.n_embd // sizes.n_head if sizes.n_layer == large else sizes.head_dim
     scalar = config.number("query_pre_attn_scalar", 256)
     if scalar != expected:
         raise UnsupportedFormatError(
-            f"{config.path}: query_pre_attn_scalar is {scalar:g}; GGUF's gemma3 takes {expected} for it."
+            f"{config.path}: query_pre_attn_scalar is {scalar:g}; GGUF's {family.name} takes {expected} for it."
         )
-    if config.get("final_logit_softcapping") is not None:
-        keys["final_logit_softcapping"] = Value.f32(config.number("final_logit_softcapping"))
-    flags = _windows(config, sizes.n_layer)
-    keys["attention.sliding_window"] = Value.u32(config.integer("sliding_window", 4096) if any(flags) else 0)
-    if any(flags) and flags != [(i + 1) % _GEMMA3_PERIOD != 0 for i in range(sizes.n_layer)]:
+
+
+def _window_keys(config: Config, family: Family, sizes: Sizes) -> dict[str, Value]:
+    """The window, and which layers have it if these are not the family's."""
+    window = config.get("sliding_window")
+    flags = _windows(config, family, sizes.n_layer)
+    if window is None or not any(flags):
+        return {"attention.sliding_window": Value.u32(0)} if family.name == "gemma3" else {}
+    keys = {"attention.sliding_window": Value.u32(config.integer("sliding_window"))}
+    if flags != _habit(family, sizes.n_layer):
         keys["attention.sliding_window_pattern"] = Value.bools(flags)
     return keys
 
 
-def _windows(config: Config, n_layer: int) -> list[bool]:
+def _habit(family: Family, n_layer: int, period: int = 0) -> list[bool]:
+    period = period or family.windows
+    return [period == 1 or (i + 1) % period != 0 for i in range(n_layer)]
+
+
+def _windows(config: Config, family: Family, n_layer: int) -> list[bool]:
     """Which layers see a window only."""
     types = config.get("layer_types")
     if types is None:
-        period = config.integer("sliding_window_pattern", config.get("_sliding_window_pattern", _GEMMA3_PERIOD))
-        return [(i + 1) % period != 0 for i in range(n_layer)]
+        own = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", family.windows))
+        config.defaults.setdefault("sliding_window_pattern", own)
+        return _habit(family, n_layer, config.integer("sliding_window_pattern"))
     if not isinstance(types, list) or len(types) != n_layer or set(types) - {"sliding_attention", "full_attention"}:
         raise config.error("layer_types", types, f"{n_layer} times sliding_attention or full_attention")
     return [kind == "sliding_attention" for kind in types]

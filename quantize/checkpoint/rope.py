@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import ModelFileError, UnsupportedFormatError
+from edgert.quantize.architecture.rope import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from edgert.quantize.checkpoint.config import Config
+from edgert.quantize.checkpoint.families import Family
 from edgert.quantize.gguf_value import Value
 
 
@@ -22,49 +24,89 @@ class RopeScaling:
     """What GGUF says of rotation.
 
     keys:     `<family>.` is to be put before each
-    factors:  float32 (head_dim / 2,), the tensor rope_freqs.weight, or None
-    notice:   a sentence for the user, or ""
+    tensors:  float32 (n_dims / 2,) factors of the frequencies, by GGUF's name
+    n_dims:   of a head, that are rotated
     """
 
     keys: dict[str, Value]
-    factors: NDArray[np.float32] | None = None
-    notice: str = ""
+    tensors: dict[str, NDArray[np.float32]]
+    n_dims: int
 
 
-def read_rope(config: Config, head_dim: int, allow_llama3: bool) -> RopeScaling:
+def read_rope(config: Config, family: Family, head_dim: int) -> RopeScaling:
     """Reads both spellings: rope_theta and rope_scaling, or rope_parameters.
 
     Raises: UnsupportedFormatError for kinds that GGUF or the family's runtime has no keys for.
     """
+    if "position_embd.weight" in family.outer_names.values():
+        return RopeScaling({}, {}, 0)
     fields, local = _fields(config)
     base = _number(config, fields, "rope_theta", config.number("rope_theta", 10_000.0))
     keys = {"rope.freq_base": Value.f32(base)}
     if local is not None:
-        keys["rope.freq_base_swa"] = Value.f32(_number(config, local, "rope_theta", 10_000.0))
+        own = _number(config, local, "rope_theta", 10_000.0)
+        if family.name == "gemma3" or own != base:
+            keys["rope.freq_base_swa"] = Value.f32(own)
         if _kind(local) != "default":
             raise UnsupportedFormatError(
                 f"{config.path} scales the rotation of sliding windows, which GGUF cannot say."
             )
-    if config.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0)) != 1.0:
+    share = config.get("partial_rotary_factor", fields.get("partial_rotary_factor", family.partial or 1.0))
+    if share != 1.0 and family.partial is None:
         raise UnsupportedFormatError(f"{config.path} rotates a part of each head (partial_rotary_factor).")
+    n_dims = int(head_dim * share)
+    if family.partial is not None:
+        keys["rope.dimension_count"] = Value.u32(n_dims)
     kind = _kind(fields)
     if kind == "default":
-        return RopeScaling(keys)
+        return RopeScaling(keys, {}, n_dims)
+    if kind in ("longrope", "su") and kind in family.scalings:
+        more, tensors = _longrope(config, fields, n_dims)
+        return RopeScaling(keys | more, tensors, n_dims)
     factor = _number(config, fields, "factor")
     if kind == "linear":
-        return RopeScaling(
-            keys | {"rope.scaling.type": Value.string("linear"), "rope.scaling.factor": Value.f32(factor)}
-        )
-    if kind == "llama3" and allow_llama3:
-        return RopeScaling(keys, _llama3(config, fields, base, factor, head_dim))
+        scaling = {"rope.scaling.type": Value.string("linear"), "rope.scaling.factor": Value.f32(factor)}
+        return RopeScaling(keys | scaling, {}, n_dims)
+    if kind == "llama3" and kind in family.scalings:
+        return RopeScaling(keys, {FACTORS: _llama3(config, fields, base, factor, n_dims)}, n_dims)
     if kind == "yarn":
-        return RopeScaling(
-            keys | _yarn(config, fields, factor),
-            notice="the context is stretched by yarn, which llama.cpp runs and edgert does not run yet",
-        )
+        return RopeScaling(keys | _yarn(config, fields, factor), {}, n_dims)
     raise UnsupportedFormatError(
-        f"{config.path} scales its rotation by {kind!r}; edgert converts linear, yarn and (llama only) llama3."
+        f"{config.path} scales its rotation by {kind!r}; edgert converts linear, yarn, (llama only) llama3 and "
+        "(phi3 only) longrope."
     )
+
+
+def _longrope(
+    config: Config, fields: dict[str, Any], n_dims: int
+) -> tuple[dict[str, Value], dict[str, NDArray[np.float32]]]:
+    """Factors for contexts up to the original length, and for longer ones."""
+    context, original = config.integer("max_position_embeddings"), _original(config, fields)
+    scale = context / original
+    magnitude = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+    if fields.get("attention_factor") is not None:
+        magnitude = _number(config, fields, "attention_factor")
+    tensors = {}
+    for name, key in ((LONG_FACTORS, "long_factor"), (SHORT_FACTORS, "short_factor")):
+        factors = fields.get(key)
+        factors = factors if isinstance(factors, list) else []
+        if len(factors) != n_dims // 2 or not all(type(value) in (int, float) and value > 0 for value in factors):
+            raise ModelFileError(
+                f"{config.path}: {key!r} of the rope scaling should be {n_dims // 2} positive numbers."
+            )
+        tensors[name] = np.asarray(factors, np.float32)
+    keys = {
+        "rope.scaling.type": Value.string("longrope"),
+        "rope.scaling.original_context_length": Value.u32(original),
+        "rope.scaling.attn_factor": Value.f32(magnitude),
+    }
+    return keys, tensors
+
+
+def _original(config: Config, fields: dict[str, Any]) -> int:
+    """Positions of the training before the context was stretched."""
+    context = fields.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    return context if type(context) is int and context > 0 else config.integer("max_position_embeddings")
 
 
 def _fields(config: Config) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -112,13 +154,10 @@ def _llama3(config: Config, fields: dict[str, Any], base: float, factor: float, 
 
 
 def _yarn(config: Config, fields: dict[str, Any], factor: float) -> dict[str, Value]:
-    context = fields.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-    if type(context) is not int or context < 1:
-        context = config.integer("max_position_embeddings")
     keys = {
         "rope.scaling.type": Value.string("yarn"),
         "rope.scaling.factor": Value.f32(factor),
-        "rope.scaling.original_context_length": Value.u32(context),
+        "rope.scaling.original_context_length": Value.u32(_original(config, fields)),
     }
     for key, names in {
         "yarn_ext_factor": ("extrapolation_factor",),

@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import ModelFileError, UnsupportedFormatError
+from edgert.quantize.architecture import expected
 from edgert.quantize.checkpoint.config import Config
-from edgert.quantize.checkpoint.families import OUTER_NAMES, Family
+from edgert.quantize.checkpoint.families import Family
 from edgert.quantize.checkpoint.hyperparameters import Sizes
 from edgert.quantize.checkpoint.safetensors import Entry
 from edgert.quantize.formats import FORMATS
+from edgert.quantize.gguf_file import Metadata, Model
+from edgert.quantize.gguf_value import Value
 from edgert.quantize.source_tensor import SourceTensor
 
-# name in the layer; rows and columns; the field of Family that asks for it ("": every family)
-LAYER_TENSORS = (
-    ("attn_norm.weight", "embd", ""),
-    ("attn_q.weight", "q embd", ""),
-    ("attn_q.bias", "q", "qkv_bias"),
-    ("attn_k.weight", "kv embd", ""),
-    ("attn_k.bias", "kv", "qkv_bias"),
-    ("attn_v.weight", "kv embd", ""),
-    ("attn_v.bias", "kv", "qkv_bias"),
-    ("attn_q_norm.weight", "head", "qk_norm"),
-    ("attn_k_norm.weight", "head", "qk_norm"),
-    ("attn_output.weight", "embd q", ""),
-    ("post_attention_norm.weight", "embd", "post_norm"),
-    ("ffn_norm.weight", "embd", ""),
-    ("ffn_gate.weight", "ff embd", ""),
-    ("ffn_up.weight", "ff embd", ""),
-    ("ffn_down.weight", "embd ff", ""),
-    ("post_ffw_norm.weight", "embd", "post_norm"),
-)
 _FLOATS = ("F32", "F16", "BF16")
-_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+_PREFIXES = (
+    *("model.language_model.", "language_model.model.", "language_model.", "model.", "transformer.", "gpt_neox."),
+    "",
+)
 # What a checkpoint may hold besides the weights of the text model.
 _SKIPPED = (
     (r".*\.rotary_emb\.inv_freq|rotary_emb\.inv_freq", "a buffer that follows from config.json"),
-    (r".*\.self_attn\.masked_bias|.*\.self_attn\.bias", "a mask that follows from the positions"),
+    (r".*\.(self_attn|attn|attention)\.(masked_)?bias", "a mask that follows from the positions"),
     (r"(model\.)?(vision_tower|multi_modal_projector|vision_model)\..*", "of the part that sees pictures"),
 )
 _COMPARE_BYTES = 1 << 24
@@ -50,14 +36,23 @@ _COMPARE_BYTES = 1 << 24
 class CheckpointTensor(SourceTensor):
     """A tensor of a safetensors file.
 
-    n_head:  heads whose rows change places, from (2, head_dim / 2) to (head_dim / 2, 2); 0: none do
-    shift:   added to every value
+    order:       int64: which row of the stored tensor (or element of a bias) each row is; None: the same
+    transposed:  whether it is stored columns first
+    shift:       added to every value
     """
 
-    def __init__(self, name: str, entry: Entry, *, n_head: int = 0, shift: float = 0.0) -> None:
-        super().__init__(name, entry.shape, FORMATS[entry.dtype])
+    def __init__(
+        self,
+        name: str,
+        entry: Entry,
+        *,
+        order: NDArray[np.int64] | None = None,
+        transposed: bool = False,
+        shift: float = 0.0,
+    ) -> None:
+        super().__init__(name, entry.shape[::-1] if transposed else entry.shape, FORMATS[entry.dtype])
         self.entry = entry
-        self._n_head = n_head
+        self._order, self._transposed = order, transposed
         self._shift = np.float32(shift)
 
     @property
@@ -65,25 +60,29 @@ class CheckpointTensor(SourceTensor):
         return f"Tensor {self.entry.name!r} of {self.entry.file.path}"
 
     def _read(self, start: int, stop: int) -> NDArray[np.float32]:
-        if self._n_head:
-            return self._permuted(start, stop)
-        values = self._stored(start, stop)
+        if self._transposed:
+            values = np.ascontiguousarray(self._stored(0, self.entry.shape[0], self.n_rows).T[start:stop])
+        elif self._order is None:
+            values = self._stored(start, stop, self.n_cols)
+        elif len(self.shape) == 1:
+            values = self._stored(0, 1, self.n_cols)[:, self._order]
+        else:
+            values = self._ordered(self._order[start:stop])
         return values + self._shift if self._shift else values
 
-    def _stored(self, start: int, stop: int) -> NDArray[np.float32]:
-        row_bytes = self.format.row_bytes(self.n_cols)
+    def _stored(self, start: int, stop: int, n_cols: int) -> NDArray[np.float32]:
+        row_bytes = self.format.row_bytes(n_cols)
         data = np.empty((stop - start, row_bytes), np.uint8)
         self.entry.read_into(data, start * row_bytes)
         return self.format.dequantize(data)
 
-    def _permuted(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Reads the whole heads around the rows; of a bias, whose row is all heads, everything."""
-        if len(self.shape) == 1:
-            return _neighbours(self._stored(0, 1).reshape(-1, 1), self._n_head).reshape(1, -1)
-        size = self.n_rows // self._n_head
-        first, last = start // size, -(-stop // size)
-        heads = _neighbours(self._stored(first * size, last * size), last - first)
-        return heads[start - first * size : stop - first * size]
+    def _ordered(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Reads what lies around the rows, or if these are far apart each run of neighbours."""
+        first, last = int(rows.min()), int(rows.max()) + 1
+        if last - first <= 2 * len(rows):
+            return self._stored(first, last, self.n_cols)[rows - first]
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+        return np.concatenate([self._stored(int(run[0]), int(run[-1]) + 1, self.n_cols) for run in runs])
 
 
 class ConstantTensor(SourceTensor):
@@ -97,12 +96,18 @@ class ConstantTensor(SourceTensor):
         return self._values[start:stop]
 
 
-def _neighbours(rows: NDArray[np.float32], n_head: int) -> NDArray[np.float32]:
-    """(n_head * head_dim, n): rows i and i + head_dim / 2 of each head become 2i and 2i + 1."""
-    if n_head == 0:
-        return rows
-    halves = rows.reshape(n_head, 2, -1, rows.shape[-1])
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
+def _neighbours(n_head: int, head_dim: int) -> NDArray[np.int64]:
+    """The order in which rows i and i + head_dim / 2 of each head become 2i and 2i + 1."""
+    rows = np.arange(n_head * head_dim, dtype=np.int64).reshape(n_head, 2, -1)
+    return rows.swapaxes(1, 2).reshape(-1)
+
+
+def _apart(sizes: Sizes) -> NDArray[np.int64]:
+    """The order in which all of q, all of k and all of v come from a stack of (group of q, k, v) for each k."""
+    group = sizes.n_head // sizes.n_head_kv
+    n_rows = (group + 2) * sizes.n_head_kv * sizes.head_dim
+    rows = np.arange(n_rows, dtype=np.int64).reshape(sizes.n_head_kv, group + 2, sizes.head_dim)
+    return np.concatenate([rows[:, :group].reshape(-1), rows[:, group].reshape(-1), rows[:, group + 1].reshape(-1)])
 
 
 class Mapping:
@@ -140,7 +145,6 @@ class Mapping:
                     f"{folder}: the tensor {name!r} is {entry.dtype}; edgert converts {', '.join(_FLOATS)}."
                 )
             self._found[target] = entry
-        self._in_first_layer = {name.removeprefix("blk.0.") for name in self._found if name.startswith("blk.0.")}
 
     def _target(self, name: str) -> str | None:
         """The GGUF name of a checkpoint's tensor; None for one that the family does not have."""
@@ -148,11 +152,10 @@ class Mapping:
             if not name.startswith(prefix):
                 continue
             rest = name.removeprefix(prefix)
-            if rest in OUTER_NAMES:
-                return OUTER_NAMES[rest]
-            layer = re.fullmatch(r"layers\.(\d{1,6})\.(.+)", rest)
-            if layer and layer[2] in self.family.layer_names:
-                return f"blk.{int(layer[1])}.{self.family.layer_names[layer[2]]}"
+            layer = re.fullmatch(r"(?:layers|h)\.(\d{1,6})\.(.+)", rest)
+            target = self.family.target(layer[2], int(layer[1])) if layer else self.family.target(rest, None)
+            if target:
+                return target
         return None
 
     @property
@@ -180,47 +183,45 @@ class Mapping:
                 f"{head.name} differs from {table.name} and is kept, although config.json says that they are tied"
             )
 
-    def tensors(self, sizes: Sizes, rope_factors: NDArray[np.float32] | None) -> Iterator[SourceTensor]:
-        """All tensors of the GGUF file in order, with their shapes checked; none may be left over."""
-        yield self._tensor("token_embd.weight", (sizes.n_vocab, sizes.n_embd))
-        if rope_factors is not None:
-            yield ConstantTensor("rope_freqs.weight", rope_factors)
-        for i in range(sizes.n_layer):
-            for name, shape, condition in LAYER_TENSORS:
-                if self._applies(name, condition):
-                    yield self._tensor(f"blk.{i}.{name}", sizes.shape(shape), self._n_head(name, sizes))
-        yield self._tensor("output_norm.weight", (sizes.n_embd,))
-        if "output.weight" in self._found:
-            yield self._tensor("output.weight", (sizes.n_vocab, sizes.n_embd))
-        if self._found:
-            name, entry = next(iter(self._found.items()))
+    def tensors(
+        self, sizes: Sizes, factors: dict[str, NDArray[np.float32]], keys: dict[str, Value]
+    ) -> list[SourceTensor]:
+        """All tensors of the GGUF file in order, with their shapes checked; none may be left over.
+
+        factors:  tensors that come from config.json
+        keys:     of the family, as the GGUF file will have them
+        """
+        made: dict[str, SourceTensor] = {name: ConstantTensor(name, values) for name, values in factors.items()}
+        made |= {name: self._tensor(name, entry, sizes) for name, entry in self._found.items()}
+        needed = expected(_Expected(self.folder, self.family.name, keys, made)).tensors()
+        for name, shape in needed.items():
+            if name not in made:
+                self._entry(name)
+            elif made[name].shape != shape:
+                raise ModelFileError(
+                    f"{self.folder}: the tensor {self._found[name].name!r} has the shape {made[name].shape}, and by "
+                    f"config.json it should have {shape}."
+                )
+        left = [name for name in made if name not in needed]
+        if left:
             raise ModelFileError(
-                f"{self.folder} has the tensor {entry.name!r} ({name}), and config.json describes {sizes.n_layer} "
-                f"layers of {self.family.name} without it ({len(self._found)} such tensors)."
+                f"{self.folder} has the tensor {self._found[left[0]].name!r} ({left[0]}), and config.json describes "
+                f"{sizes.n_layer} layers of {self.family.name} without it ({len(left)} such tensors)."
             )
+        return [made[name] for name in needed]
 
-    def _applies(self, name: str, condition: str) -> bool:
-        if not condition:
-            return True
-        wanted = getattr(self.family, condition)
-        return name in self._in_first_layer if wanted is None else bool(wanted)
-
-    def _n_head(self, name: str, sizes: Sizes) -> int:
-        if not self.family.rotated:
-            return 0
-        part = name.partition(".")[0]
-        return {"attn_q": sizes.n_head, "attn_k": sizes.n_head_kv}.get(part, 0)
-
-    def _tensor(self, name: str, shape: tuple[int, ...], n_head: int = 0) -> CheckpointTensor:
-        entry = self._entry(name)
-        del self._found[name]
-        if entry.shape != shape:
-            raise ModelFileError(
-                f"{self.folder}: the tensor {entry.name!r} has the shape {entry.shape}, and by config.json it should "
-                f"have {shape}."
-            )
+    def _tensor(self, name: str, entry: Entry, sizes: Sizes) -> CheckpointTensor:
+        part = name.split(".")[-2]
+        order = None
+        heads = {"attn_q": sizes.n_head, "attn_k": sizes.n_head_kv}.get(part)
+        if self.family.rotated and heads and entry.shape[0] == heads * sizes.head_dim:
+            order = _neighbours(heads, sizes.head_dim)
+        elif self.family.fused and part == "attn_qkv":
+            order = _apart(sizes)
+            order = order if len(order) == entry.shape[0] else None
+        transposed = self.family.transposed and name.startswith("blk.") and len(entry.shape) == 2
         shift = self.family.norm_shift if name.endswith("norm.weight") else 0.0
-        return CheckpointTensor(name, entry, n_head=n_head, shift=shift)
+        return CheckpointTensor(name, entry, order=order, transposed=transposed, shift=shift)
 
     def _entry(self, name: str) -> Entry:
         if name not in self._found:
@@ -229,6 +230,15 @@ class Mapping:
                 "or config.json belongs to another model."
             )
         return self._found[name]
+
+
+class _Expected(Model[SourceTensor]):
+    """What is known before all of the file's keys are, as a description wants to see it."""
+
+    def __init__(self, path: Path, family: str, keys: dict[str, Value], tensors: dict[str, SourceTensor]) -> None:
+        self.path, self.tensors = path, tensors
+        own = {key: value.decode() for key, value in keys.items()}
+        self.metadata = Metadata({"general.architecture": family, **own})
 
 
 def _is_zero(entry: Entry) -> bool:
