@@ -84,7 +84,7 @@ def convert(
 
 def is_vector(tensor: SourceTensor) -> bool:
     """Whether llama.cpp keeps it in F32 whatever the type of the file."""
-    return len(tensor.shape) == 1 or tensor.name.endswith("_norm.weight")
+    return len(tensor.shape) == 1 or tensor.name.endswith(("_norm.weight", "position_embd.weight"))
 
 
 def fits_f16(tensor: SourceTensor) -> bool:

@@ -38,9 +38,12 @@ class ModelFacts:
     is_70b: bool = False
 
 
+_NEVER = ("_norm.weight", "ffn_gate_inp.weight", "position_embd.weight")
+
+
 def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether llama.cpp would quantize the tensor: matrices, but for norms and the routers of experts."""
-    return len(shape) > 1 and name.endswith("weight") and not name.endswith(("_norm.weight", "ffn_gate_inp.weight"))
+    """Whether llama.cpp would quantize the tensor: matrices, but for norms, tables of positions and routers."""
+    return len(shape) > 1 and name.endswith("weight") and not name.endswith(_NEVER)
 
 
 def mix(name: str, shapes: Mapping[str, tuple[int, ...]], facts: ModelFacts) -> dict[str, Format]:

@@ -69,7 +69,7 @@ PARTIAL = {**ROPE, "partial_rotary_factor": 0.5}
 HEADS = {"head_dim": 32}
 NO_PAD = {"pad_token_id": 0}
 WIDE = {"hidden_size": 192}  # as six heads of 32: llama.cpp takes it for granted for some families
-TIED = ("gemma", "gemma2", "command-r", "cohere2")  # llama.cpp knows no head of their own
+TIED = ("gemma", "gemma2", "command-r", "command-r-plus", "cohere2")  # llama.cpp knows no head of their own
 YARN = {**ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LONG_ROPE = {
     **ROPE,
@@ -125,7 +125,7 @@ CONFIGS |= {
     ),
     "starcoder2": (
         "Starcoder2ForCausalLM",
-        {**WIDE, "use_bias": True, "sliding_window": None, "rope_parameters": ROPE},
+        {**WIDE, "use_bias": True, "sliding_window": 13, "rope_parameters": ROPE},
     ),
     "gpt2": (
         "GPT2LMHeadModel",
@@ -149,6 +149,10 @@ CONFIGS |= {
     "nemotron": ("NemotronForCausalLM", {**WIDE, **HEADS, "hidden_act": "relu2", "rope_parameters": PARTIAL}),
     "glm4": ("Glm4ForCausalLM", {**NO_PAD, **HEADS, "attention_bias": True, "rope_parameters": PARTIAL}),
     "command-r": ("CohereForCausalLM", {**WIDE, "logit_scale": 0.5, "rope_parameters": ROPE}),
+    "command-r-plus": (
+        "CohereForCausalLM",
+        {**WIDE, "logit_scale": 0.5, "use_qk_norm": True, "rope_parameters": ROPE},
+    ),
     "cohere2": (
         "Cohere2ForCausalLM",
         {**WIDE, **HEADS, "num_hidden_layers": 5, "logit_scale": 0.5, "sliding_window": 13, "rope_parameters": ROPE},
@@ -218,12 +222,16 @@ def write_checkpoint(
 
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(folder, **({} if shard_size is None else {"max_shard_size": shard_size}))
-    write_tokenizer(folder, tokenizer or ("gemma" if name.startswith("gemma") else name.partition("-")[0]))
+    habit = "gemma" if name.startswith("gemma") else name.partition("-")[0]
+    write_tokenizer(folder, tokenizer or (habit if habit in TOKENIZERS else "qwen2"))
     return model
 
 
+TOKENIZERS = ("llama", "qwen2", "qwen3", "smollm", "gemma", "mistral")
+
+
 def write_tokenizer(folder: Path, name: str, n_vocab: int = 384) -> None:
-    """tokenizer.json and tokenizer_config.json of one of the kinds: llama, qwen2, qwen3, smollm, gemma, mistral."""
+    """tokenizer.json and tokenizer_config.json of one of TOKENIZERS."""
     if name in ("gemma", "mistral"):
         document, settings = _byte_fallback(n_vocab, gemma=name == "gemma")
     else:

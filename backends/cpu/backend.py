@@ -25,7 +25,7 @@ from edgert.backends.cpu.graph import (
     Shape,
 )
 from edgert.backends.cpu.isa import select
-from edgert.backends.cpu.layouts import CACHE_TYPES, CODECS, PAGE, WINDOW
+from edgert.backends.cpu.layouts import BLOCK, CACHE_TYPES, CODECS, PAGE, WINDOW
 from edgert.backends.cpu.memory import aligned
 from edgert.backends.cpu.model_weights import pack_model
 from edgert.backends.cpu.parts import Walk
@@ -36,7 +36,7 @@ from edgert.backends.cpu.team import Team
 from edgert.backends.cpu.weights import FLOAT_CODECS, Packer, encode, pack_rows
 from edgert.backends.sessions import check_facts
 from edgert.devices import probe
-from edgert.errors import DoesNotFitError, SessionError, UnsupportedFormatError
+from edgert.errors import DoesNotFitError, RequestError, SessionError, UnsupportedFormatError
 from edgert.quantize.architecture import Architecture, describe
 from edgert.quantize.gguf_file import Model
 
@@ -98,7 +98,7 @@ class CpuBackend(Backend):
         n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
         if weights_as not in (None, *FLOAT_CODECS):
             raise ValueError(f"weights_as is one of {', '.join(FLOAT_CODECS)}, not {weights_as!r}")
-        packing = Packer.kernels(file, [n for n, shape in a.tensors().items() if len(shape) == 2], weights_as)
+        packing = Packer.kernels(file, list(a.matrices()), weights_as)
         types = cache_type("k", cache_type_k, a.head_dim), cache_type("v", cache_type_v, a.head_dim)
         if "q4_0" in types and a.n_head_kv == 1:
             logger.warning(FEW_HEADS, file.path)
@@ -437,11 +437,19 @@ def _sees_shifts(a: Architecture) -> bool:
 
 def _check(file: Model[Any], a: Architecture, n_ctx: int) -> None:
     """What the kernels take for granted."""
+    n_positions = a.outer.get("position_embd.weight", (n_ctx,))[0]
+    if n_ctx > n_positions:
+        raise RequestError("n_ctx", f"is {n_ctx}, and the model's table of positions ends after {n_positions}")
     reasons = []
     if a.head_dim % 16:
         reasons.append(f"heads of {a.head_dim} (not a multiple of 16)")
     if a.n_embd % 32 or a.n_ff % 32 or a.n_head * a.head_dim % 32:
         reasons.append(f"sizes {a.n_embd}, {a.n_ff}, {a.n_head * a.head_dim} that are not multiples of 32")
+    for layer in a.layers:
+        row = layer.tensors.get("attn_k_norm.weight", (0,))[-1]
+        if row > a.head_dim and row % BLOCK:
+            reasons.append(f"norms of {row} keys (not a multiple of {BLOCK})")
+            break
     if reasons:
         raise UnsupportedFormatError(f"{file.path} needs {' and '.join(reasons)}, which the cpu backend lacks.")
 

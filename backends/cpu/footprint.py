@@ -14,7 +14,7 @@ from edgert.backends.cpu.cache import cache_bytes, cache_type
 from edgert.backends.cpu.layouts import BLOCK, CACHE_TYPES, CODEC_OF, CODECS, WINDOW
 from edgert.devices import fitting
 from edgert.errors import DoesNotFitError
-from edgert.quantize.architecture import Architecture, describe
+from edgert.quantize.architecture import Architecture, describe, is_matrix
 from edgert.quantize.gguf_file import Model
 
 N_BATCH = 512  # tokens of one prefill step
@@ -75,7 +75,7 @@ def _weights(file: Model[Any], a: Architecture, weights_as: str | None) -> int:
     """Bytes of the matrices in panels, and of the vectors."""
     total = 0
     for name, shape in a.tensors().items():
-        if len(shape) < 2:
+        if not is_matrix(name, shape):
             total += 4 * prod(shape)
             continue
         codec = weights_as or CODEC_OF.get(file.tensor(name).format.name)

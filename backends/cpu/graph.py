@@ -428,12 +428,14 @@ class Graph:
                  "type_k": cache.type_k, "type_v": cache.type_v}  # fmt: skip
         norms = [self.weights.layers[i].norms.get(f"attn_{part}_norm") for part in "qk"]
         ops = []
-        if norms[0] and len(norms[0].weight) > a.head_dim:
+        q_norm = layer.tensors.get("attn_q_norm.weight", (a.head_dim,))
+        if q_norm[-1] > a.head_dim:
             ops.append(self._row_norm(layer, *norms))
             norms = [None, None]
+        kind = {"norm": a.norm} if norms[0] and a.norm != "rms" else {}
         ops.append(
             Op(
-                name_of("rope", **heads, n_rot=rope.n_dims, style=rope.style),
+                name_of("rope", **heads, n_rot=rope.n_dims, style=rope.style, **kind),
                 [
                     self.qkv.ctypes.data,
                     self.qkv.strides[0],
@@ -441,6 +443,7 @@ class Graph:
                     *common,
                     self.rope_tables[rope][1].ctypes.data if rope.n_dims else 0,
                     *(_address(norm.weight if norm else None) for norm in norms),
+                    4 * a.head_dim if len(q_norm) > 1 else 0,
                     float_bits(a.norm_eps),
                     float_bits(a.attention_scale),
                     self.key_means[i].ctypes.data,

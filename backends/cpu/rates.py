@@ -23,7 +23,7 @@ from edgert.backends.cpu.footprint import Footprint
 from edgert.backends.cpu.isa import select
 from edgert.devices import measure, probe
 from edgert.devices.notes import Notes
-from edgert.quantize.architecture import Architecture
+from edgert.quantize.architecture import Architecture, is_matrix
 
 Heads = tuple[int, int, int]  # n_head, n_head_kv, head_dim
 USUAL: Heads = (9, 3, 64)  # SmolLM2's, whose kernels are there for most
@@ -232,7 +232,7 @@ class Work:
 
 
 def _matrices(a: Architecture, i: int) -> list[tuple[int, ...]]:
-    return [shape for shape in a.layer_tensors(i).values() if len(shape) == 2]
+    return [shape for name, shape in a.layer_tensors(i).items() if is_matrix(name, shape)]
 
 
 @dataclass(frozen=True)

@@ -139,8 +139,9 @@ class Packer:
         return self._join([gate, up], interleave=True)
 
     def vector(self, name: str) -> NDArray[np.float32]:
-        """A small tensor as float32."""
-        values = self._file.tensor(name).rows(0, 1)[0]
+        """A small tensor as float32 (n,)."""
+        tensor = self._file.tensor(name)
+        values = tensor.rows(0, tensor.n_rows).reshape(-1)
         place = self._arena.floats(len(values))
         place[:] = values
         return place

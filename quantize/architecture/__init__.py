@@ -6,13 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from edgert.errors import UnsupportedFormatError
-from edgert.quantize.architecture.base import Architecture, Layer, Rope
+from edgert.quantize.architecture.base import Architecture, Layer, Rope, is_matrix
 from edgert.quantize.architecture.checks import check
 
 if TYPE_CHECKING:
     from edgert.quantize.gguf_file import Model
 
-__all__ = ["FAMILIES", "Architecture", "Layer", "Rope", "describe", "expected"]
+__all__ = ["FAMILIES", "Architecture", "Layer", "Rope", "describe", "expected", "is_matrix"]
 
 FAMILIES = (
     *("cohere2", "command-r", "falcon", "gemma", "gemma2", "gemma3", "glm4", "gpt2", "gptneox", "granite", "llama"),

@@ -46,6 +46,11 @@ class Rope:
         return inverse if self.factors is None else inverse / np.asarray(self.factors, np.float64)
 
 
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor multiplies, or its rows are looked up; norms of each head may have two dimensions as well."""
+    return len(shape) > 1 and not name.endswith("_norm.weight")
+
+
 NO_ROPE = Rope(0, 1.0, "norm")
 
 
@@ -168,6 +173,10 @@ class Architecture:
     def layer_tensors(self, i: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes (rows first) of what layer i needs, in the order of the computation."""
         return {f"blk.{i}.{name}": shape for name, shape in self.layers[i].tensors.items()}
+
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Of `tensors` those that multiply, or whose rows are looked up."""
+        return {name: shape for name, shape in self.tensors().items() if is_matrix(name, shape)}
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes (rows first) of all that the model needs, in the order of the computation."""

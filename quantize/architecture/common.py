@@ -277,6 +277,12 @@ def with_windows(
     )
 
 
+def with_one_window(file: Model[Any], a: Architecture) -> Architecture:
+    """The description with the window of the file, if it has one, on every layer."""
+    window = Keys(file).integer("attention.sliding_window", default=0, least=0)
+    return replace(a, layers=with_windows(a.layers, [True] * a.n_layer, window))
+
+
 def scale_residuals(a: Architecture, scale: float) -> Architecture:
     """The description of a model whose blocks add `scale` times what they compute to x.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from edgert.quantize.architecture import common
@@ -16,5 +15,4 @@ def describe(file: Model[Any]) -> Architecture:
     Source: llama.cpp's src/models/phi3.cpp; transformers' modeling_phi3.py.
     """
     common_part = common.describe(file, rope_style="neox")
-    window = common.Keys(file).integer("attention.sliding_window", default=0, least=0)
-    return replace(common_part, layers=tuple(replace(layer, window=window) for layer in common_part.layers))
+    return common.with_one_window(file, common_part)

@@ -51,6 +51,9 @@ def read_rope(keys: Keys, style: Literal["norm", "neox"], base: float, head_dim:
     if kind == "yarn":
         return _yarn(keys, rope, factor)
     long, short = (_tensor(file, name, n_dims) for name in (LONG_FACTORS, SHORT_FACTORS))
+    if kind == "longrope":
+        for name in (LONG_FACTORS, SHORT_FACTORS):
+            file.tensor(name)
     if long is None or short is None:
         return replace(rope, scale=1 / factor)
     return replace(rope, scale=1 / factor, factors=short, long_factors=long, n_ctx_original=_original(keys))

@@ -1,4 +1,4 @@
-"""starcoder2: layer norms, biases, no gate."""
+"""starcoder2: layer norms, biases, no gate, on some a window."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from edgert.quantize.gguf_file import Model
 
 
 def describe(file: Model[Any]) -> Architecture:
-    """The common description with layer norms and no gate.
+    """The common description with layer norms and no gate, and a window where the file has one.
 
     Source: llama.cpp's src/models/starcoder2.cpp; transformers' modeling_starcoder2.py.
     """
-    return common.describe(file, rope_style="neox", norm="layer", gated=False, activation="gelu")
+    common_part = common.describe(file, rope_style="neox", norm="layer", gated=False, activation="gelu")
+    return common.with_one_window(file, common_part)

@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from checkpoints import CONFIGS, logits_of, write_checkpoint
+from checkpoints import CONFIGS, TIED, logits_of, write_checkpoint
 from llama_oracle import llama_cpp_logits
 from reference import Reference, kl_divergence
 
@@ -22,33 +22,44 @@ from edgert.quantize.source import open_source
 TOKENS = np.random.default_rng(3).integers(6, 370, 90).tolist()  # past llama-3's original context of 32
 
 
+N_CTX = 128
+# Of these llama.cpp ignores the window, or wants more layers before it norms q and k.
+UNLIKE_LLAMA_CPP = ("phi3", "starcoder2", "command-r-plus")
+
+
 def near(logits: np.ndarray, expected: np.ndarray, share: float) -> bool:
     return bool(np.abs(logits - expected).max() < share * np.abs(expected).max())
 
 
 def cpu_logits(path: Path) -> np.ndarray:
-    options = {"n_ctx": 128, "n_threads": 2, "cache_type_k": "f16", "cache_type_v": "f16"}
+    options = {"n_ctx": N_CTX, "n_threads": 2, "cache_type_k": "f16", "cache_type_v": "f16"}
     with closing(backends.load(path, backend="cpu", **options)) as backend:
         return backend.forward(Batch.of(TOKENS, 0, 0, "all")).copy()
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("name", CONFIGS)
+BOTH = ("llama", "llama-head", "llama-bias", "llama-linear", "llama-3", "mistral", "qwen2", "qwen3", "gemma3",
+        "gemma3-linear")  # fmt: skip
+CASES = [(name, tied) for name in CONFIGS for tied in ((False, True) if name in BOTH else (name in TIED,))]
+
+
+@pytest.mark.parametrize(("name", "tied"), CASES, ids=[f"{name}{'-tied' * tied}" for name, tied in CASES])
 def test_logits_equal_transformers(name: str, tied: bool, tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "hf", name, tied=tied)
     expected = logits_of(model, TOKENS)
     assert expected.std() > 0.5
     convert(tmp_path / "hf", tmp_path / "m.gguf", "F32")
-    assert near(Reference(tmp_path / "m.gguf").logits(TOKENS), expected, 1e-4)
-    assert near(cpu_logits(tmp_path / "m.gguf"), expected, 0.02)  # the cache is rounded to 16 bits
+    assert near(Reference(tmp_path / "m.gguf", n_ctx=N_CTX).logits(TOKENS), expected, 1e-4)
+    logits = cpu_logits(tmp_path / "m.gguf")
+    assert near(logits, expected, 0.02)  # the cache is rounded to 16 bits
+    assert kl_divergence(expected, logits).mean() < 1e-5
     with open_source(tmp_path / "hf") as source:
         assert source.describe() is not None
         assert ("output.weight" in source.tensors) != tied
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in UNLIKE_LLAMA_CPP])
 def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
-    model = write_checkpoint(tmp_path / "hf", name)
+    model = write_checkpoint(tmp_path / "hf", name, tied=name in TIED)
     expected = logits_of(model, TOKENS)
     convert(tmp_path / "hf", tmp_path / "m.gguf", "F32")
     assert near(llama_cpp_logits(tmp_path / "m.gguf", TOKENS), expected, 0.02)
@@ -218,7 +229,7 @@ def test_every_source_tensor_is_accounted_for(tmp_path: Path) -> None:
             np.testing.assert_allclose(sums, sorted(left.values()), atol=1e-3)
 
 
-def test_yarn_is_carried_and_said(tmp_path: Path) -> None:
+def test_yarn_is_carried(tmp_path: Path) -> None:
     rope = {
         "rope_type": "yarn",
         "rope_theta": 10_000.0,
@@ -226,8 +237,8 @@ def test_yarn_is_carried_and_said(tmp_path: Path) -> None:
         "original_max_position_embeddings": 128,
         "beta_fast": 24.0,
     }
-    write_checkpoint(tmp_path / "hf", "qwen2", rope_parameters=rope)
-    result = convert(tmp_path / "hf", tmp_path / "m.gguf")
+    model = write_checkpoint(tmp_path / "hf", "qwen2", rope_parameters=rope)
+    result = convert(tmp_path / "hf", tmp_path / "m.gguf", "F32")
     fields = {key: field.contents() for key, field in gguf.GGUFReader(tmp_path / "m.gguf").fields.items()}
     assert {key: value for key, value in fields.items() if ".rope." in key} == {
         "qwen2.rope.freq_base": 10_000.0,
@@ -236,7 +247,8 @@ def test_yarn_is_carried_and_said(tmp_path: Path) -> None:
         "qwen2.rope.scaling.original_context_length": 128,
         "qwen2.rope.scaling.yarn_beta_fast": 24.0,
     }
-    assert any("yarn" in notice and "edgert does not run" in notice for notice in result.notices)
+    assert not result.notices
+    assert near(Reference(tmp_path / "m.gguf").logits(TOKENS), logits_of(model, TOKENS), 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ ARGUMENTS = (
     "angles",  # float32 (n_tokens, 2, n_rot / 2): cosines, sines
     "q_norm",  # float32 (head_dim) or 0
     "k_norm",
+    "norm_stride",  # bytes from a head's weights to the next head's (0: all have the same)
     "eps",  # float32 bits
     "scale",  # float32 bits: what q is multiplied by
     "means",  # float32 (n_head_kv, head_dim) that refined keys are held less of
@@ -38,11 +39,19 @@ ARGUMENTS = (
 
 
 def build(
-    isa: Isa, n_head: str, n_head_kv: str, head_dim: str, n_rot: str, style: str, type_k: str, type_v: str
+    isa: Isa,
+    n_head: str,
+    n_head_kv: str,
+    head_dim: str,
+    n_rot: str,
+    style: str,
+    type_k: str,
+    type_v: str,
+    norm: str = "rms",
 ) -> Callable[[int, int, int], None]:
     """A kernel for one shape of heads; units of work are (token, head)."""
     heads, heads_kv, dim, rotated = int(n_head), int(n_head_kv), int(head_dim), int(n_rot)
-    norm = emitted(isa, 3, lambda e, x, weight, a: _norm(e, dim, x, weight, a))
+    apply_norm = emitted(isa, 3, lambda e, x, weight, a: _norm(e, dim, norm == "layer", x, weight, a))
     rotate = emitted(isa, 2, lambda e, x, angles: _rotate(e, rotated, style, x, angles))
     scale = emitted(isa, 2, lambda e, x, a: _scale(e, dim, x, a))
     kind_k, kind_v = CACHE_TYPES[type_k], CACHE_TYPES[type_v]
@@ -62,9 +71,11 @@ def build(
             token = unit - head * n_tokens
             x = word(a, 0) + token * word(a, 1) + head * dim * 4
             if head < heads + heads_kv:
-                weight = word(a, 11) if head < heads else word(a, 12)
-                if weight:
-                    norm(x, weight, a)
+                weight = word(a, 11) + head * word(a, 13)
+                if head >= heads:
+                    weight = word(a, 12) + (head - heads) * word(a, 13)
+                if word(a, 11):
+                    apply_norm(x, weight, a)
                 if rotated:
                     rotate(x, word(a, 10) + token * rotated * 4)
                 if spread_keys:
@@ -79,7 +90,7 @@ def build(
             if head < heads + heads_kv:
                 inner = (head - heads) * head_bytes
                 if refined:
-                    subtract(x, word(a, 15) + (head - heads) * dim * 4)
+                    subtract(x, word(a, 16) + (head - heads) * dim * 4)
                 write_key(x, word(a, 7) + page * word(a, 9) + inner, place)
                 if refined and position < PAGE:
                     write_key(x, word(a, 7) + int32_at(word(a, 5), row - 1) * word(a, 9) + inner, place)
@@ -97,10 +108,17 @@ def _vector(e: Emitter, length: int) -> ir.VectorType:
     return ir.VectorType(F32, math.gcd(e.lanes, length))
 
 
-def _norm(e: Emitter, dim: int, x: Value, weight: Value, arguments: Value) -> None:
-    """x *= weight / sqrt(mean(x**2) + eps)"""
+def _norm(e: Emitter, dim: int, centred: bool, x: Value, weight: Value, arguments: Value) -> None:
+    """x *= weight / sqrt(mean(x**2) + eps), less its mean first where it is to be centred."""
     vector = _vector(e, dim)
     total = e.var(e.zero(vector))
+    if centred:
+        with e.loop(0, dim, vector.count) as k:
+            total.set(e.b.fadd(total.get(), e.load(vector, x, e.mul(k, 4))))
+        shift = e.splat(e.b.fmul(e.sum(total.get()), e.const(F32, 1.0 / dim)), vector.count)
+        with e.loop(0, dim, vector.count) as k:
+            e.store(e.b.fsub(e.load(vector, x, e.mul(k, 4)), shift), x, e.mul(k, 4))
+        total.set(e.zero(vector))
     with e.loop(0, dim, vector.count) as k:
         value = e.load(vector, x, e.mul(k, 4))
         total.set(e.fma(value, value, total.get()))
