@@ -100,7 +100,7 @@ class CpuBackend(Backend):
             raise ValueError(f"weights_as is one of {', '.join(FLOAT_CODECS)}, not {weights_as!r}")
         packing = Packer.kernels(file, list(a.matrices()), weights_as)
         types = cache_type("k", cache_type_k, a.head_dim), cache_type("v", cache_type_v, a.head_dim)
-        if "q4_0" in types and a.n_head_kv == 1:
+        if "q4_0" in types and any(layer.n_head_kv == 1 for layer in a.layers):
             logger.warning(FEW_HEADS, file.path)
         n_positions = n_cached or self.n_ctx * n_seq_max
         check_fit(file, a, n_positions, self.n_ctx, types, weights_as, probe.probe().memory_available)
@@ -116,10 +116,8 @@ class CpuBackend(Backend):
         try:
             weights = pack_model(a, Packer(file, self.isa, self._team, weights_as))
             pages = -(-n_positions // PAGE) + n_seq_max
-            windows = [layer.window for layer in a.layers]
-            self._cache = PagedCache(
-                windows, a.n_head_kv, a.head_dim, n_seq_max, self.n_ctx, pages, self.n_batch, *types
-            )
+            windows, heads = zip(*((layer.window, layer.n_head_kv) for layer in a.layers), strict=True)
+            self._cache = PagedCache(windows, heads, a.head_dim, n_seq_max, self.n_ctx, pages, self.n_batch, *types)
             self._graph = Graph(a, weights, self._cache, self.isa, n_threads, self.n_batch, tile_head)
             self.rounds_windows = self._graph.tiles
             self._tapes: dict[Shape, Tape] = {}
@@ -174,8 +172,8 @@ class CpuBackend(Backend):
             return
         tokens = np.random.default_rng(0).integers(0, self.n_vocab, n)
         self.forward(Batch.of(tokens.tolist(), 0, wanted="none"))
-        for layer, mean in enumerate(self._graph.key_means):
-            mean[:] = self._cache.keys(layer, 0)[:, PAGE:].mean(1)
+        for i, (layer, mean) in enumerate(zip(self.architecture.layers, self._graph.key_means, strict=True)):
+            mean[: layer.n_head_kv] = self._cache.keys(i, 0)[:, PAGE:].mean(1)
         self._cache.truncate(0, 0)
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
@@ -443,8 +441,9 @@ def _check(file: Model[Any], a: Architecture, n_ctx: int) -> None:
     reasons = []
     if a.head_dim % 16:
         reasons.append(f"heads of {a.head_dim} (not a multiple of 16)")
-    if a.n_embd % 32 or a.n_ff % 32 or a.n_head * a.head_dim % 32:
-        reasons.append(f"sizes {a.n_embd}, {a.n_ff}, {a.n_head * a.head_dim} that are not multiples of 32")
+    sizes = sorted({a.n_embd, *(size for layer in a.layers for size in (layer.n_ff, layer.n_head * a.head_dim))})
+    if any(size % BLOCK for size in sizes):
+        reasons.append(f"sizes {', '.join(map(str, sizes))} that are not multiples of {BLOCK}")
     for layer in a.layers:
         row = layer.tensors.get("attn_k_norm.weight", (0,))[-1]
         if row > a.head_dim and row % BLOCK:

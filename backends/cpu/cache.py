@@ -34,12 +34,24 @@ def kept_positions(window: int, n_ctx: int, n_batch: int) -> int:
 
 
 def cache_bytes(
-    windows: Sequence[int], n_head_kv: int, head_dim: int, n_ctx: int, n_batch: int, type_k: str, type_v: str
+    windows: Sequence[int],
+    n_head_kv: int | Sequence[int],
+    head_dim: int,
+    n_ctx: int,
+    n_batch: int,
+    type_k: str,
+    type_v: str,
 ) -> tuple[int, int]:
-    """Bytes of one sequence of n_ctx positions in all layers, and of one position."""
-    page = n_head_kv * (CACHE_TYPES[type_k].page_bytes(head_dim) + CACHE_TYPES[type_v].page_bytes(head_dim))
-    pages = sum(n_pages(kept_positions(window, n_ctx, n_batch) or n_ctx) for window in windows)
-    return pages * page, len(windows) * page // PAGE
+    """Bytes of one sequence of n_ctx positions in all layers, and of one position.
+
+    n_head_kv:  of all layers, or of each
+    """
+    heads = [n_head_kv] * len(windows) if isinstance(n_head_kv, int) else n_head_kv
+    page = CACHE_TYPES[type_k].page_bytes(head_dim) + CACHE_TYPES[type_v].page_bytes(head_dim)
+    pages = sum(
+        n * n_pages(kept_positions(window, n_ctx, n_batch) or n_ctx) for n, window in zip(heads, windows, strict=True)
+    )
+    return pages * page, sum(heads) * page // PAGE
 
 
 def cache_type(side: str, name: str | None, head_dim: int) -> str:
@@ -175,6 +187,7 @@ class PagedCache:
     """Keys and values of all layers.
 
     windows:  int (n_layer), positions that a token of each layer sees; 0: all
+    n_head_kv: of all layers, or of each
     n_batch:  positions that a sequence may grow by at once
     n_pages:  of the layers that see everything
 
@@ -185,7 +198,7 @@ class PagedCache:
     def __init__(
         self,
         windows: Sequence[int],
-        n_head_kv: int,
+        n_head_kv: int | Sequence[int],
         head_dim: int,
         n_seq: int,
         n_ctx: int,
@@ -195,21 +208,23 @@ class PagedCache:
         type_v: str = "f16",
     ) -> None:
         self.type_k, self.type_v = type_k, type_v
-        self._n_head_kv, self._head_dim = n_head_kv, head_dim
+        self._head_dim = head_dim
         self.max_pages = -(-n_ctx // PAGE)
         self.lengths = [0] * n_seq
         self._key_bytes = CACHE_TYPES[type_k].page_bytes(head_dim)
-        self.layer_bytes = n_head_kv * (self._key_bytes + CACHE_TYPES[type_v].page_bytes(head_dim))
+        self._head_bytes = self._key_bytes + CACHE_TYPES[type_v].page_bytes(head_dim)
+        self._heads = [n_head_kv] * len(windows) if isinstance(n_head_kv, int) else list(n_head_kv)
         lead = int(CACHE_TYPES[type_k].refined)
         # A window that is nearly the context frees nothing.
         kept = {window: kept_positions(window, n_ctx, n_batch) for window in set(windows)}
         self._window_of = [window if kept[window] else 0 for window in windows]
         self.pools: dict[int, Pool] = {}
-        self._places: list[int] = []
-        for window in self._window_of:
-            self._places.append(self._window_of[: len(self._places)].count(window))
-        for window in sorted(set(self._window_of)):
-            stride = self._window_of.count(window) * self.layer_bytes
+        self._places: list[int] = []  # bytes from the page's beginning to each layer's part
+        strides = dict.fromkeys(sorted(set(self._window_of)), 0)
+        for window, heads in zip(self._window_of, self._heads, strict=True):
+            self._places.append(strides[window])
+            strides[window] += heads * self._head_bytes
+        for window, stride in strides.items():
             size = n_seq * (lead + -(-kept[window] // PAGE)) if window else n_pages + lead * n_seq
             self.pools[window] = Pool(stride, lead, n_seq, self.max_pages, size)
 
@@ -266,7 +281,7 @@ class PagedCache:
         the bytes from a page to the next."""
         pool = self.pools[self._window_of[layer]]
         table = pool.table.ctypes.data + pool.lead * pool.table.itemsize
-        keys = pool.data.ctypes.data + self._places[layer] * self.layer_bytes
+        keys = pool.data.ctypes.data + self._places[layer]
         return table, pool.table.shape[1], keys, keys + self._key_bytes, pool.stride
 
     def save(self, sequence: int, length: int) -> tuple[list[dict[str, int]], list[NDArray[np.uint8]]]:
@@ -285,7 +300,7 @@ class PagedCache:
 
     def _clear(self, page: NDArray[np.uint8], used: int) -> None:
         """Zeros the positions of a page from `used` on: they may be of a sequence that this one was forked from."""
-        heads = page.reshape(-1, self.layer_bytes // self._n_head_kv)
+        heads = page.reshape(-1, self._head_bytes)
         n = len(heads)
         start = 0
         for side, name in (("k", self.type_k), ("v", self.type_v)):
@@ -336,10 +351,10 @@ class PagedCache:
     def keys(self, layer: int, sequence: int) -> NDArray[np.float32]:
         """float32 (n_head_kv, positions, head_dim): a sequence's packed keys of 4 bits as kernels read them."""
         kind, pool = CACHE_TYPES[self.type_k], self.pools[self._window_of[layer]]
-        n_head_kv, head_dim = self._n_head_kv, self._head_dim
+        n_head_kv, head_dim = self._heads[layer], self._head_dim
         pages = pool.held(sequence)[pool.lead :]
-        start = self._places[layer] * self.layer_bytes
-        raw = pool.data[pages, start : start + self.layer_bytes].reshape(len(pages), n_head_kv, -1)
+        start = self._places[layer]
+        raw = pool.data[pages, start : start + n_head_kv * self._head_bytes].reshape(len(pages), n_head_kv, -1)
         n_bytes = head_dim * PAGE // 2
         codes = raw[..., :n_bytes].reshape(len(pages), n_head_kv, head_dim // BLOCK, 4, PAGE, 4)
         both = np.stack([codes & 15, codes >> 4], axis=3).astype(np.float32) - kind.offset

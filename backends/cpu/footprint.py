@@ -65,8 +65,8 @@ def footprint(
     Raises: RequestError for a type of cache that is not there.
     """
     type_k, type_v = (cache_type(side, name, a.head_dim) for side, name in zip("kv", types, strict=True))
-    windows = [layer.window for layer in a.layers]
-    kv, per_token = cache_bytes(windows, a.n_head_kv, a.head_dim, n_ctx, N_BATCH, type_k, type_v)
+    windows, heads = zip(*((layer.window, layer.n_head_kv) for layer in a.layers), strict=True)
+    kv, per_token = cache_bytes(windows, heads, a.head_dim, n_ctx, N_BATCH, type_k, type_v)
     program = PROGRAM + PROGRAM_PER_TOKEN * a.n_vocab if with_program else 0
     return Footprint(_weights(file, a, weights_as), round(kv * n_full), per_token, _buffers(a, n_ctx), program)
 

@@ -112,9 +112,10 @@ class Graph:
         }
         self.forms["pairs"] = self.forms["int8"]
         self.gated_tiles = arena.take(rows * a.n_ff * 2 if self.tiles else 0)
-        group = a.n_head // a.n_head_kv
+        group = max(layer.n_head // layer.n_head_kv for layer in a.layers)
         self.tile_attention = self.tiles and a.head_dim % 32 == 0
-        needs = [wide_attention_tokens(isa.registers, group) * group * partial_bytes(a.head_dim)]
+        groups = range(1, group + 1)
+        needs = [max(wide_attention_tokens(isa.registers, n) * n for n in groups) * partial_bytes(a.head_dim)]
         if self.tiles:
             needs += [tile_scratch_bytes(n_batch), attention_scratch_bytes(a.head_dim, group)]
         self.scratch_stride = max(needs) + 63 & ~63
@@ -496,13 +497,18 @@ class Graph:
         if shape.private:
             return [merge(narrow, form, private=True)]
         if not self.tiles:  # joined into float32 rows below the wide ones first; then all rows are converted together
-            return [merge(narrow, "none"), self._rows(groups[0], "plain", form, self.attn, n_cols)]
+            return [merge(narrow, "none"), self._rows(groups[0], "plain", form, self._attn(layer), n_cols)]
         ops = []
         if shape.wide and not self.tile_attention:
-            ops.append(self._rows(groups[0], "plain", "tiles", self.attn, n_cols))
+            ops.append(self._rows(groups[0], "plain", "tiles", self._attn(layer), n_cols))
         if shape.narrow:
             ops.append(merge(narrow, form))
         return ops
+
+    def _attn(self, layer: Layer) -> NDArray[np.float32]:
+        """The attention's results, float32 (rows, n_head * head_dim) of this layer."""
+        n_cols = layer.n_head * self.architecture.head_dim
+        return self.attn.reshape(-1)[: len(self.attn) * n_cols].reshape(-1, n_cols)
 
     def _merge(
         self, layer: Layer, sinks: NDArray[np.float32] | None, group: Group, form: str, private: bool = False
@@ -513,7 +519,7 @@ class Graph:
         if sinks is not None:
             parameters["sinks"] = "yes"
         return self._rows(
-            group, "merge", form, self.attn, layer.n_head * dim, private=private, window=layer.window,
+            group, "merge", form, self._attn(layer), layer.n_head * dim, private=private, window=layer.window,
             sinks=sinks, parameters=parameters,
         )  # fmt: skip
 

@@ -212,10 +212,9 @@ class Work:
     def of(cls, a: Architecture) -> Work:
         """Counted from the description."""
         weights = sum(shape[0] * shape[1] for i in range(a.n_layer) for shape in _matrices(a, i))
-        each = 2 * a.n_head * a.head_dim
         positions: dict[int, int] = {}
         for layer in a.layers:
-            positions[layer.window] = positions.get(layer.window, 0) + each
+            positions[layer.window] = positions.get(layer.window, 0) + 2 * layer.n_head * a.head_dim
         return cls(weights, a.n_vocab * a.n_embd, positions)
 
     def attention(self, depth: float) -> float:
