@@ -20,7 +20,7 @@ from edgert.backends.base import Batch
 from edgert.backends.onnx import providers, store
 from edgert.backends.onnx.packing import PACKINGS
 from edgert.backends.onnx.style import Style
-from edgert.errors import BackendUnavailableError, EdgertError, ModelFileError
+from edgert.errors import BackendUnavailableError, EdgertError, ModelFileError, UnsupportedFormatError
 from edgert.quantize.formats import FORMATS
 
 runner = pytest.importorskip(
@@ -218,6 +218,21 @@ def test_a_device_that_is_not_here_says_what_is_missing(tiny_model: Callable[...
         pytest.skip("its package is installed")
     with pytest.raises(BackendUnavailableError, match=r"cannot be used: .*pip install"):
         backends.load(tiny_model("llama"), backend="onnx", device=device)
+
+
+@needs_onnx
+@pytest.mark.parametrize(
+    ("lacks", "options"),
+    [
+        ("rotated in part", {"metadata": {"llama.rope.dimension_count": 16}}),
+        ("attn_output.bias", {"weights": {f"blk.{i}.attn_output.bias": np.ones(128, np.float32) for i in range(2)}}),
+    ],
+)
+def test_what_the_graphs_lack_is_refused_by_name(
+    lacks: str, options: dict[str, Any], tiny_model: Callable[..., Path]
+) -> None:
+    with pytest.raises(UnsupportedFormatError, match=lacks):
+        backends.load(tiny_model("llama", **options), backend="onnx")
 
 
 @needs_onnx

@@ -16,6 +16,8 @@ from reference import Reference, kl_divergence
 
 from edgert import backends
 from edgert.backends.base import Batch
+from edgert.errors import RequestError
+from edgert.quantize import quantize
 from edgert.quantize.convert import convert
 from edgert.quantize.source import open_source
 
@@ -63,6 +65,26 @@ def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
     expected = logits_of(model, TOKENS)
     convert(tmp_path / "hf", tmp_path / "m.gguf", "F32")
     assert near(llama_cpp_logits(tmp_path / "m.gguf", TOKENS), expected, 0.02)
+
+
+FEW_BITS = [name if name in ("gemma2", "gptneox") else pytest.param(name, marks=pytest.mark.slow)
+            for name in CONFIGS if name not in BOTH]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEW_BITS)
+def test_few_bits_are_near_the_same_weights_in_float(name: str, tmp_path: Path) -> None:
+    """What the kernels of quantized weights add to the types' own rounding: biases, norms and activations by tiles."""
+    write_checkpoint(tmp_path / "hf", name, tied=name in TIED)
+    quantize(tmp_path / "hf", tmp_path / "m.gguf", budget="q8_0", calibration=(), n_threads=1)
+    expected = Reference(tmp_path / "m.gguf", n_ctx=N_CTX).logits(TOKENS)
+    assert kl_divergence(expected, cpu_logits(tmp_path / "m.gguf")).mean() < 1e-3
+
+
+def test_a_table_of_positions_ends(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf", "gpt2")
+    convert(tmp_path / "hf", tmp_path / "m.gguf", "F32")
+    with pytest.raises(RequestError, match="n_ctx is 129, and the model's table of positions ends after 128"):
+        backends.load(tmp_path / "m.gguf", backend="cpu", n_ctx=129)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
