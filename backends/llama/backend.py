@@ -83,7 +83,8 @@ class LlamaBackend(Backend):
         use_extra_bufts:  let llama.cpp keep weights in layouts of its own (repack, AMX); None: those that work here
         device:           "": all GPUs; "cpu"; or GPUs as `edgert devices` names them, "CUDA0,CUDA1"
         n_gpu_layers:     layers on GPUs, the head counts as one; -1: all; FITTING: as many as fit beside the cache
-        split_mode:       several GPUs share "layer" by layer, "row" by row, or "none": main_gpu runs all
+        split_mode:       several GPUs share "layer" by layer, each "tensor", "row" by row (by older builds), or
+                          "none": main_gpu runs all
         gpu_memory:       bytes that may be taken of each GPU; 0: what is free
         rpc:              host:port of llama.cpp's rpc-servers, whose devices count as GPUs
         require:          raise when no GPU runs all that was asked for

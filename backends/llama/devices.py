@@ -101,6 +101,18 @@ def pointers(names: Sequence[str]) -> Any:
     return (pointer * (len(names) + 1))(*[by_name(name.encode()) for name in names], None)
 
 
+def splits_rows(device: LlamaDevice) -> bool:
+    """Whether this build can share the rows of a matrix among this device and others of its kind."""
+    ggml, pointer = _ggml(), ctypes.c_void_p
+    found = _function(ggml, "ggml_backend_dev_by_name", pointer, ctypes.c_char_p)(device.name.encode())
+    registry = _function(ggml, "ggml_backend_dev_backend_reg", pointer, pointer)(found)
+    address = _function(ggml, "ggml_backend_reg_get_proc_address", pointer, pointer, ctypes.c_char_p)
+    return bool(address(registry, b"ggml_backend_split_buffer_type"))
+
+
+_servers: set[str] = set()  # a second registration of a server would double its devices
+
+
 def add_rpc_servers(llama: Any, endpoints: Sequence[str]) -> None:
     """Makes devices of other machines, where llama.cpp's rpc-server runs, known to this process.
 
@@ -121,10 +133,13 @@ def add_rpc_servers(llama: Any, endpoints: Sequence[str]) -> None:
     add = ctypes.CFUNCTYPE(pointer, ctypes.c_char_p)(address)
     register = _function(ggml, "ggml_backend_register", None, pointer)
     for endpoint in endpoints:
+        if endpoint in _servers:
+            continue
         server = add(endpoint.encode())
         if not server:
             raise BackendUnavailableError(f"No llama.cpp rpc-server answers at {endpoint}: start it there first.")
         register(server)
+        _servers.add(endpoint)
 
 
 def gpu_bytes(

@@ -51,7 +51,8 @@ class Log:
     @property
     def reason(self) -> str:
         """What went wrong last, in llama.cpp's words."""
-        return self.errors[-1] if self.errors else "no reason in its log"
+        told = [line for line in self.errors if not line.endswith("failed to load model")] or self.errors
+        return told[-1] if told else "no reason in its log"
 
     def buffers(self) -> list[tuple[str, str, str]]:
         """(device, what it is for, MiB) of the memory that the load reported."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgert.backends.llama import amx, devices
 from edgert.backends.llama.library import library, system_info
+from edgert.devices import probe
 from edgert.errors import BackendUnavailableError, DoesNotFitError
 
 if TYPE_CHECKING:
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FITTING = -2  # of n_gpu_layers: as many as fit
-SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}
+SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
+REGISTER = "GGML_CUDA_REGISTER_HOST"  # asks llama.cpp to pin the mapped file for its GPUs
 
 
 @dataclass
@@ -95,6 +98,10 @@ class Offload:
                 f"{', '.join(f'{size >> 20} MiB' for size in free)} of GPU memory: choose a smaller -c/--ctx-size."
             )
         n = fit if wished == FITTING else total if wished < 0 else min(wished, total)
+        if split_mode == "row" and n and not all(map(devices.splits_rows, found)):
+            raise BackendUnavailableError(
+                f"This build of llama.cpp cannot split rows among {found[0].name} and its like: choose layer or tensor."
+            )
         described = ", ".join(f"{gpu.name} ({gpu.description})" for gpu in found)
         room = ", ".join(f"{size >> 20} MiB" for size in free)
         why = f"{n} of {total} layers on the GPU" + (f", {fit} fit into {room}" if fit < total or n != fit else "")
@@ -123,6 +130,8 @@ def load_model(path: str, use_extra_bufts: bool | None, offload: Offload) -> Any
     if offload.names:
         params.devices = ctypes.addressof(chosen)
     params.use_extra_bufts = use_extra_bufts is not False
+    if 0 < offload.n_layers < offload.total and Path(path).stat().st_size < probe.probe().memory_available / 2:
+        os.environ.setdefault(REGISTER, "1")  # prompts send the CPU's layers there: from pinned memory that is faster
 
     def load() -> Any:
         return llama.llama_model_load_from_file(path.encode(), params)

@@ -187,10 +187,12 @@ def rates(backend: Any, n_prompt: int = N_PROMPT, n_gen: int = N_GEN) -> dict[st
     return found
 
 
-def llama_bench(binary: Path, path: Path, n: int, n_gen: int, *flags: Any) -> dict[str, float]:
+def llama_bench(
+    binary: Path, path: Path, n: int, n_gen: int, *flags: Any, env: dict[str, str] | None = None
+) -> dict[str, float]:
     """Tokens per second of both tests, medians of the later half of n runs."""
     command = [binary, "-m", path, "-p", N_PROMPT, "-n", n_gen, "-r", n, "-o", "json", "-fa", 1, *flags]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, timeout=120, env=env)
     if done.returncode:
         raise RuntimeError(f"llama-bench ended with {done.returncode}: {done.stderr.strip()[-400:]}")
     return {
@@ -358,33 +360,31 @@ def rpc_server(binary: Path, gpu: int) -> Iterator[str]:
 
 
 def over_rpc(path: Path, binary: Path, n_gpus: int) -> dict[str, Any]:
-    """A model that spans this process's GPU and one of a server: names, rates beside llama-bench, parity."""
+    """A model that spans this process's GPU and one of a server, which serves one process at a time."""
     code = (
         "import json, sys; from pathlib import Path; sys.path[:0] = [{tests!r}, {bench!r}]\n"
         "import measure\n"
-        "from edgert.backends.llama import devices, library\n"
-        "options = {{'rpc': ({address!r},), 'n_gpu_layers': -1}}\n"
-        "found = measure.beside(Path({binary!r}), Path({path!r}), options, ['-ngl', 99, '-rpc', {address!r}],"
-        " n=4, alone=True)\n"
+        "from edgert.backends.llama import devices\n"
+        "options = {{'rpc': ({address!r},), 'n_gpu_layers': -1, 'flash_attn': 'on'}}\n"
+        "backend = measure.load(Path({path!r}), **options)\n"
+        "found = {{'verdict': str(backend.verdict), 'buffers': backend.verdict.details['buffers']}}\n"
+        "found['edgert'] = measure.rates(backend)\n"
         "found['devices'] = [vars(gpu) for gpu in devices.gpus()]\n"
+        "backend.close()\n"
         "found['parity'] = measure.parity(Path({path!r}), 'llama', **options)\n"
         "print(json.dumps(found))"
     )
     tests = Path(__file__).resolve().parent
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
     with rpc_server(binary, n_gpus - 1) as address:
-        text = code.format(
-            tests=str(tests), bench=str(tests.parent / "bench"), address=address, binary=str(binary), path=str(path)
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", text],
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        theirs = llama_bench(binary, path, 4, N_GEN, "-ngl", 99, "-rpc", address, env=environment)
+    with rpc_server(binary, n_gpus - 1) as address:
+        text = code.format(tests=str(tests), bench=str(tests.parent / "bench"), address=address, path=str(path))
+        command = [sys.executable, "-c", text]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     if done.returncode:
         raise RuntimeError(done.stderr.strip()[-600:])
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return json.loads(done.stdout.splitlines()[-1]) | {"llama-bench": theirs}
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -456,7 +456,7 @@ def main(models: Path, binary: Path, out: Path, steps: str, layers: int, n_embd:
     if "partial" in wanted:
         size = large.stat().st_size >> 20
         report.step("partial offload", lambda: partial(large, size // 2 + 1024, binary))
-    for mode in ("layer", "row") if many and "split" in wanted else ():
+    for mode in ("layer", "tensor", "row") if many and "split" in wanted else ():
         options = {"split_mode": mode, "n_gpu_layers": -1}
         what = f"{len(gpus)} GPUs, {mode} split"
         report.step(what, lambda o=options, m=mode: beside(binary, large, o, ["-ngl", 99, "-sm", m], n=4, alone=True))
