@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-ALIGNMENT = 4096
+ALIGNMENT = max(4096, mmap.PAGESIZE)
 
 
 def aligned(n_bytes: int) -> NDArray[np.uint8]:

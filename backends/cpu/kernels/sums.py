@@ -25,6 +25,7 @@ class Dots:
     def __init__(
         self, e: Emitter, n_tokens: int, chains: int, signed: bool, most: int, x: Value, stride: Value, block: Value
     ) -> None:
+        assert signed or most <= 127 or e.isa.dot in ("vnni", "scalar")
         self.e, self.n_tokens, self.chains, self.signed, self.most = e, n_tokens, chains, signed, most
         self.x = self._addresses(x, stride, block)
         self.sums = [[e.zero(e.vi) for _ in range(chains)] for _ in range(n_tokens)]
