@@ -27,9 +27,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {  # name: family, format, 
     "gemma3 Q8_0": ("gemma3", "Q8_0", {"window": 20, "n_layer": 6}),
 }
 CACHES = {"llama F32": ("f16", "q8_0", "q4_0"), "gemma3 Q8_0": ("f16", "q8_0")}
-# How far logits may lie from another machine's, in standard deviations: the same integers are summed, and floats
-# in another order; a packed cache may round a value to another side.
-NEAR = {"f16": 2e-3, "q8_0": 1e-2, "q4_0": 0.1}
+# How far logits may lie from another machine's, in standard deviations. Floats are summed in another order, so beside
+# packed weights an activation now and then rounds to another side, and all that follows differs by that: between
+# AVX2 and AVX-512 it is up to 0.008. A packed cache does the same to float weights.
+NEAR = {"f16": 2e-3, "q8_0": 1e-2, "q4_0": 0.1, "quantized": 0.02}
 # And from float64: 8 bits of an activation, or 16 of a cached one beside float weights; packed caches.
 FAR = {"F32": 0.003, "quantized": 0.05, "q8_0": 0.03, "q4_0": 0.35}
 
@@ -97,11 +98,11 @@ def compare(folder: Path, name_of_set: str) -> bool:
         start = time.monotonic()
         found = logits(folder / paths[name], cache)
         exact, other = np.load(folder / f"{name}.npy"), np.load(folder / f"{name} {cache}.npy")
-        form = MODELS[name][1]
-        far = FAR[form if form in FAR else "quantized"] + FAR.get(cache, 0)
+        weights = "F32" if MODELS[name][1] == "F32" else "quantized"
+        far, near = FAR[weights] + FAR.get(cache, 0), max(NEAR[cache], NEAR.get(weights, 0))
         errors = [max(distance(found[i], exact) for i in range(3)), max(distance(other[i], exact) for i in range(3))]
         apart = max(distance(found[i], other[i]) for i in range(3))
-        right = errors[0] < far and apart < NEAR[cache]
+        right = errors[0] < far and apart < near
         fine &= right
         print(f"{name:14}{cache:7}{errors[0]:14.5f}{errors[1]:10.5f}{apart:12.5f}{time.monotonic() - start:9.1f}"
               f"{'' if right else '  WRONG'}", flush=True)  # fmt: skip
