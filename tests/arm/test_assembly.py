@@ -30,8 +30,8 @@ def compiled(isa: str, names: list[str]) -> dict[str, str]:
     return found
 
 
-def product(codec: str, width: int, epilogue: str = "store") -> str:
-    return name_of("product", codec=codec, width=width, epilogue=epilogue)
+def product(codec: str, width: int, **form: str) -> str:
+    return name_of("product", codec=codec, width=width, epilogue="store", **form)
 
 
 def counts(text: str) -> Counter[str]:
@@ -53,13 +53,25 @@ def test_inner_loops_of_products():
         assert all(".4b[" in line for line in body if line.startswith("sdot"))
 
 
+def test_inner_loop_of_matrix_products():
+    """Two rows by two tokens at once: half as many products, for eight zips, which more than two tokens repay."""
+    (text,) = compiled("i8mm", [product("q4_0", 8, form="pairs")]).values()
+    found = counts(text)
+    assert (found["smmla"], found["sdot"], found["bl"]) == (32, 0, 0)
+    assert sum(found.values()) <= 155
+    assert not any(map(assembly.touches_stack, assembly.densest(text)))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", ["neon", "asimd"])
+@pytest.mark.parametrize("isa", ["i8mm", "neon", "asimd"])
 def test_every_codec_multiplies_bytes(isa: str):
     codecs = [name for name, codec in CODECS.items() if not codec.is_float]
-    for codec, text in zip(codecs, compiled(isa, [product(codec, 4) for codec in codecs]).values(), strict=True):
+    form = {"form": "pairs"} if isa == "i8mm" else {}
+    expected = {"i8mm": (16, 0, 0), "neon": (0, 32, 0), "asimd": (0, 0, 64)}[isa]
+    names = [product(codec, 4, **form) for codec in codecs]
+    for codec, text in zip(codecs, compiled(isa, names).values(), strict=True):
         found = counts(text)
-        assert (found["sdot"] == 32) if isa == "neon" else (found["smull"] + found["smull2"] == 64), codec
+        assert (found["smmla"], found["sdot"], found["smull"] + found["smull2"]) == expected, codec
         assert not found["bl"] and not found["blr"], codec
 
 
