@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from edgert.backends.base import Backend, Verdict
 from edgert.constraint import Constrainer, Constraint, Grammar
 from edgert.errors import BackendUnavailableError, EdgertError, RequestError
-from edgert.generation import Engine, Generation, Limits, Reading, Scoring, Snapshot
+from edgert.generation import Engine, Generation, Limits, Reading, Scoring, Snapshot, Task, Weighing
 from edgert.generation.limits import PARALLEL, PATIENCE, STALL
 from edgert.options import Options, Params, SamplingParams, function, integer, named, string
-from edgert.reply import Progress, Reply
+from edgert.reply import Progress, Reply, TokenLogprob
 from edgert.sampler import Sampler
 from edgert.stream import Stream
 
@@ -431,7 +431,24 @@ class Model:
         Raises: RequestError for no token, or ids outside the vocabulary; ContextFullError.
         """
         ids = self._checked("prompt", self.tokenize(prompt) if isinstance(prompt, str) else prompt)
-        task = Scoring(ids, self.backend.n_vocab)
+        result = self._whole(Scoring(ids, self.backend.n_vocab))
+        assert isinstance(result, np.ndarray)
+        return result
+
+    def prompt_logprobs(self, prompt: str | Sequence[int], top: int = 0, user: str = "") -> list[TokenLogprob]:
+        """How likely each token of a text is after those before it, from the second on.
+
+        top:  how many of the likeliest tokens in each place come with it
+
+        Raises: RequestError for no token, or ids outside the vocabulary; ContextFullError.
+        """
+        ids = self._checked("prompt", self.tokenize(prompt) if isinstance(prompt, str) else prompt)
+        result = self._whole(Weighing(ids, integer("top", top, 0, self.n_vocab), user))
+        assert isinstance(result, list)
+        return result
+
+    def _whole(self, task: Task) -> object:
+        """What a task gives in the end. Raises: what has ended it."""
         self._engine.submit(task)
         try:
             result = task.output.get()
@@ -440,7 +457,6 @@ class Model:
             raise
         if isinstance(result, BaseException):
             raise result
-        assert isinstance(result, np.ndarray)
         return result
 
     def embed(
@@ -471,11 +487,7 @@ class Model:
             raise BackendUnavailableError(
                 f"The {self.verdict.backend} backend does not show hidden states: embeddings need --backend cpu."
             )
-        task = Reading(ids)
-        self._engine.submit(task)
-        states = task.output.get()
-        if isinstance(states, BaseException):
-            raise states
+        states = self._whole(Reading(ids))
         assert isinstance(states, np.ndarray)
         kind = pooling or self.pooling
         pooled = states.mean(axis=0) if kind == "mean" else states[0 if kind == "cls" else -1]

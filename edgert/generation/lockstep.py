@@ -154,6 +154,7 @@ class Lockstep:
             self._depth = max(task.slot.n_cached for task in prompts)
             budget, singles = self._pace.allows(len(parts), self._depth, self._n_readers)
             for task, count in shared_out(prompts, singles if self._window else budget, singles, window, turn):
+                count = min(count, task.most_at_once)
                 wide = wide_part(task.slot.n_cached, count, window)
                 self._n_wide += wide
                 self._n_single += count - wide

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 Outcome = Literal["finished", "cancelled", "timed out", "failed"]
 HEADS = frozenset({"output.weight", "token_embd.weight"})  # the matrix that makes logits, by its names
-Item = Chunk | Progress | NDArray[np.float32] | BaseException | None
+Item = Chunk | Progress | NDArray[np.float32] | list[TokenLogprob] | BaseException | None
 
 
 class Outbox(deque[tuple["Task", Item]]):
@@ -55,6 +55,7 @@ class Task(ABC):
 
     reuse = True  # whether a cached prefix serves
     want_all = False  # whether the logits after every token are wanted, not only after the last
+    most_at_once = 1 << 30  # tokens of the prompt that one step may evaluate
     most_guesses = 0  # tokens that may be guessed and checked in the next step
     n_accepted = 0  # guesses that were right in the last step
     n_predicted = 0  # tokens chosen, and of them those that the engine has counted:
@@ -291,14 +292,38 @@ class Scoring(Task):
 
     def advance(self, logits: NDArray[np.float32]) -> None:
         end = self.slot.n_cached
-        self._logits[end - len(logits) : end] = logits
+        self._take(end - len(logits), logits)
         if end == len(self.prompt):
             self.done = True
-            self.put(self._logits)
+            self.put(self._found())
+
+    def _take(self, start: int, logits: NDArray[np.float32]) -> None:
+        self._logits[start : start + len(logits)] = logits
+
+    def _found(self) -> Item:
+        return self._logits
 
     def cancel(self) -> None:
         self.fail(EdgertError("The request was cancelled."))
         self.outcome = "cancelled"
+
+
+class Weighing(Scoring):
+    """A text whose own tokens are wanted with their log probabilities, and the `top` likeliest in their places."""
+
+    most_at_once = 64  # so that the logits of a long text never take much memory
+
+    def __init__(self, prompt: NDArray[np.int32], top: int, user: str = "") -> None:
+        Task.__init__(self, prompt, user)
+        self._top = top
+        self._scores: list[TokenLogprob] = []
+
+    def _take(self, start: int, logits: NDArray[np.float32]) -> None:
+        for token, row in zip(self.prompt[start + 1 :].tolist(), logits, strict=False):
+            self._scores.append(TokenLogprob(token, *logprobs(row, token, self._top)))
+
+    def _found(self) -> Item:
+        return self._scores
 
 
 class Reading(Task):

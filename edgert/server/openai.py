@@ -19,7 +19,7 @@ from edgert.server.body import parse, read
 from edgert.server.chatting import prepare
 from edgert.server.errors import ApiError
 from edgert.server.requests import MAX_CHOICES, ChatRequest, CompletionRequest, Generating
-from edgert.server.shapes import ChatShape, CompletionShape, Shape
+from edgert.server.shapes import ChatShape, CompletionShape, Echo, Shape
 from edgert.server.sse import DONE, EventStream, event, until_left
 from edgert.server.tools import Toolbox
 from edgert.server.upstream import first_of
@@ -93,9 +93,19 @@ async def _complete(request: Request, body: CompletionRequest) -> ASGIApp:
         model = loaded.model
         params = await compiled(model, body.params())
         ids = [await asyncio.to_thread(model.tokenize, p) if isinstance(p, str) else p for p in prompts]
-        echoes = [p if isinstance(p, str) else model.detokenize(p) for p in prompts] if body.echo else []
+        user = services.owner(request, body.user)
+        answers = answers_to(service, model, ids, n, params, user)
+        stack.callback(answers.close)
+        echoes = []
+        if body.echo:
+            for prompt, tokens in zip(prompts, ids, strict=True):
+                text = prompt if isinstance(prompt, str) else model.detokenize(prompt)
+                if body.logprobs is None or not tokens:
+                    echoes.append(Echo(text))
+                    continue
+                weighing = asyncio.to_thread(model.prompt_logprobs, tokens, body.logprobs, user)
+                echoes.append(Echo(text, tokens, await until_left(request.receive, weighing)))
         shape = CompletionShape(service.registry.find(body.model).spec.name, model, echoes, n)
-        answers = answers_to(service, model, ids, n, params, services.owner(request, body.user))
         return await respond(stack, request, body, shape, answers)
 
 

@@ -152,8 +152,6 @@ class CompletionRequest(Generating, kw_only=True):
         given = super().params()
         if self.logprobs is not None:
             given |= {"logprobs": True, "top_logprobs": self.logprobs}
-            if self.echo:
-                raise ApiError(400, "logprobs: those of an echoed prompt are not computed.", param="logprobs")
         if self.suffix:
             raise ApiError(400, "suffix: is not supported.", param="suffix")
         if self.best_of not in (None, self.choices):

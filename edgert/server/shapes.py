@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import edgert
@@ -58,8 +60,11 @@ class Shape(ABC):
     def choice(self, index: int, reply: Reply) -> Json:
         """A whole choice."""
 
+    def _bytes(self, token: int) -> bytes:
+        return self.model.tokenizer.piece(token)
+
     def _text(self, token: int) -> str:
-        return self.model.tokenizer.piece(token).decode("utf-8", "replace")
+        return self._bytes(token).decode("utf-8", "replace")
 
 
 class ChatShape(Shape):
@@ -139,26 +144,39 @@ def _merge_calls(calls: list[Json], deltas: list[Json]) -> None:
             calls[place]["function"]["arguments"] += delta["function"]["arguments"]
 
 
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that comes before its answers.
+
+    ids, scores:  its tokens, and how likely those from the second on are; none where nobody asked
+    """
+
+    text: str
+    ids: Sequence[int] = ()
+    scores: Sequence[TokenLogprob] = ()
+
+
 class CompletionShape(Shape):
     """text_completion.
 
-    echoes:  the text of each prompt, where it shall come first
+    echoes:  the prompts, where they shall come first
     n:       answers to each
     """
 
     whole = part = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, name: str, model: Model, echoes: Sequence[str], n: int) -> None:
+    def __init__(self, name: str, model: Model, echoes: Sequence[Echo], n: int) -> None:
         super().__init__(name, model)
         self._echoes, self._n = echoes, n
         self._offsets: dict[int, int] = {}
 
-    def _echo(self, index: int) -> str:
-        return self._echoes[index // self._n] if self._echoes else ""
+    def _echo(self, index: int) -> Echo:
+        return self._echoes[index // self._n] if self._echoes else Echo("")
 
     def begin(self, index: int) -> list[Json]:
-        return [self._choice(index, echo)] if (echo := self._echo(index)) else []
+        echo = self._echo(index)
+        return [self._choice(index, echo.text, self._echoed(echo))] if echo.text or echo.ids else []
 
     def empty(self, index: int) -> Json:
         return self._choice(index, "")
@@ -170,8 +188,27 @@ class CompletionShape(Shape):
         return [self._choice(index, chunk.text, self._logprobs(index, chunk.logprobs), reason)]
 
     def choice(self, index: int, reply: Reply) -> Json:
-        scores = self._logprobs(index, reply.logprobs)
-        return self._choice(index, self._echo(index) + reply.text, scores, _reason(reply.finish_reason))
+        echo = self._echo(index)
+        before, after = self._echoed(echo), self._logprobs(index, reply.logprobs)
+        scores = {name: before[name] + after[name] for name in before} if before and after else before or after
+        return self._choice(index, echo.text + reply.text, scores, _reason(reply.finish_reason))
+
+    def _echoed(self, echo: Echo) -> Json | None:
+        """The prompt's own scores; its first token has none, as nothing comes before it."""
+        if not echo.ids:
+            return None
+        first, decoder = echo.ids[0], codecs.getincrementaldecoder("utf-8")("replace")
+        offsets, at = [], 0
+        for token in echo.ids:
+            offsets.append(min(at, len(echo.text)))
+            at += 0 if token in self.model.tokenizer.control_ids else len(decoder.decode(self._bytes(token)))
+        rest = self._scored(echo.scores)
+        return {
+            "tokens": [self._text(first), *rest["tokens"]],
+            "token_logprobs": [None, *rest["token_logprobs"]],
+            "top_logprobs": [None, *rest["top_logprobs"]],
+            "text_offset": offsets,
+        }
 
     @staticmethod
     def _choice(index: int, text: str, logprobs: Json | None = None, reason: str | None = None) -> Json:
@@ -180,19 +217,21 @@ class CompletionShape(Shape):
     def _logprobs(self, index: int, scores: Sequence[TokenLogprob]) -> Json | None:
         if not scores:
             return None
-        at, offsets, tokens = self._offsets.get(index, len(self._echo(index))), [], []
-        for score in scores:
-            tokens.append(self._text(score.token))
+        found = self._scored(scores)
+        at, offsets = self._offsets.get(index, len(self._echo(index).text)), []
+        for token in found["tokens"]:
             offsets.append(at)
-            at += len(tokens[-1])
+            at += len(token)
         self._offsets[index] = at
+        return found | {"text_offset": offsets}
+
+    def _scored(self, scores: Sequence[TokenLogprob]) -> Json:
         return {
-            "tokens": tokens,
+            "tokens": [self._text(score.token) for score in scores],
             "token_logprobs": [max(score.logprob, -9999.0) for score in scores],
             "top_logprobs": [
                 {self._text(token): max(value, -9999.0) for token, value in score.top} for score in scores
             ],
-            "text_offset": offsets,
         }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from conftest import ANSWER
@@ -252,7 +253,32 @@ def test_echo(server: Server) -> None:
     assert "".join(e["choices"][0]["text"] for e in events) == "abc\nHe"
     nothing = server.ok("/v1/completions", prompt="abc\n", echo=True, max_tokens=0)
     assert nothing["choices"][0]["text"] == "abc\n"
-    assert server.fails("/v1/completions", prompt="abc\n", echo=True, logprobs=1)["param"] == "logprobs"
+
+
+@pytest.mark.parametrize("prompt", ["abcé\n", [97, 98, 99, 0xC3, 0xA9, 10]])
+@pytest.mark.parametrize("limit", [0, 1])
+def test_echo_with_logprobs_tells_those_of_the_prompt(server: Server, prompt: Any, limit: int) -> None:
+    """As if each prompt token had been chosen after those before it."""
+    fields = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": limit, "temperature": 0}
+    reply = server.ok("/v1/completions", **fields)["choices"][0]
+    model = server.model()
+    ids = model.tokenize(prompt) if isinstance(prompt, str) else prompt
+    found, n = reply["logprobs"], len(ids)
+    assert reply["text"] == "abcé\n" + "H" * limit
+    assert found["tokens"] == [model.tokenizer.piece(t).decode("utf-8", "replace") for t in ids] + ["H"] * limit
+    assert {len(values) for values in found.values()} == {n + limit}
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    logits = model.logits(ids).astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    for i in range(1, n):
+        assert found["token_logprobs"][i] == pytest.approx(expected[i - 1, ids[i]], abs=1e-5)
+        assert max(found["top_logprobs"][i].values()) == pytest.approx(expected[i - 1].max(), abs=1e-5)
+    begin = len(ids) - 6
+    assert found["text_offset"][begin:] == [0, 1, 2, 3, 3, 4, 5][: 6 + limit]
+    streamed = server.events("/v1/completions", **fields)
+    parts = [e["choices"][0]["logprobs"] for e in streamed if e["choices"][0]["logprobs"]]
+    assert [value for part in parts for value in part["token_logprobs"]] == found["token_logprobs"]
+    assert "".join(e["choices"][0]["text"] for e in streamed) == reply["text"]
 
 
 # Models, tokens, health
