@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -30,6 +31,7 @@ MAX_REFERENCES = 500  # in a schema, since each may stand within another
 STACK = 64 << 20  # bytes, of the thread that compiles: a stack that is too small ends the process
 MAX_REPEAT = 10_000  # in x{n} and minItems, maxLength and so on
 KEPT = 32  # compiled grammars
+MAX_DIGITS = 20  # in a row in a number of JSON, which has no end of its own and a small model may find none
 # No run of white space without end: a small model may fall into one.
 WHITESPACE = r"( |\n {0,16})?"
 ANY_OBJECT = '{"type":"object"}'
@@ -186,11 +188,39 @@ def _check_brackets(text: str, field: str) -> None:
             depth = max(0, depth - 1)
 
 
+class _Numbers:
+    """Sees to it that numbers in a JSON text end where they may.
+
+    piece:   the bytes of a token
+    digits:  bool (n_vocab,), the tokens that begin with a digit
+    """
+
+    def __init__(self, piece: Callable[[int], bytes], digits: NDArray[np.bool_]) -> None:
+        self._piece, self._digits = piece, digits
+        self._run = 0  # digits, up to here
+        self._quoted = self._escaped = False
+
+    def narrowed(self, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """The tokens that are allowed, without digits where a number has enough of them and may end."""
+        if self._run < MAX_DIGITS or self._quoted:
+            return allowed
+        others = allowed & ~self._digits
+        return others if others.any() else allowed
+
+    def take(self, token: int) -> None:
+        """Goes on by a token."""
+        for byte in self._piece(token):
+            self._run = self._run + 1 if 48 <= byte <= 57 else 0
+            if byte == 34 and not self._escaped:
+                self._quoted = not self._quoted
+            self._escaped = byte == 92 and not self._escaped
+
+
 class Constraint:
     """One reply on its way through a grammar."""
 
-    def __init__(self, matcher: LLMatcher, n_vocab: int, field: str) -> None:
-        self._matcher, self._n_vocab, self._field = matcher, n_vocab, field
+    def __init__(self, matcher: LLMatcher, n_vocab: int, field: str, numbers: _Numbers | None = None) -> None:
+        self._matcher, self._n_vocab, self._field, self._numbers = matcher, n_vocab, field, numbers
         self._allowed = np.ones(n_vocab, np.bool_)
 
     def masked(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -204,6 +234,8 @@ class Constraint:
             raise RequestError(self._field, "became too complex for this reply: simplify it")
         if not self._allowed.any():
             raise RequestError(self._field, "allows no further token of this model")
+        if self._numbers:
+            self._allowed = self._numbers.narrowed(self._allowed)
         return np.where(self._allowed, logits, FORBIDDEN)
 
     def take(self, token: int) -> None:
@@ -215,6 +247,8 @@ class Constraint:
             raise RequestError("logit_bias", "forbids every token that the grammar allows")
         if not self._matcher.consume_token(token):
             raise RequestError(self._field, "became too complex for this reply: simplify it")
+        if self._numbers:
+            self._numbers.take(token)
 
     @property
     def complete(self) -> bool:
@@ -243,7 +277,16 @@ class Constrainer:
                 if len(self._compiled) > KEPT:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(grammar)
-            return Constraint(matcher.deep_copy(), self._n_vocab, grammar.field)
+            json_ = grammar.kind in ("json_schema", "lark")  # in the others, what is asked for is spelled out
+            numbers = _Numbers(self._tokenizer.piece, self._digits) if json_ else None
+            return Constraint(matcher.deep_copy(), self._n_vocab, grammar.field, numbers)
+
+    @cached_property
+    def _digits(self) -> NDArray[np.bool_]:
+        pieces = (self._tokenizer.piece(token)[:1].isdigit() for token in range(self._tokenizer.n_vocab))
+        digits = np.zeros(self._n_vocab, np.bool_)
+        digits[: self._tokenizer.n_vocab] = list(pieces)
+        return digits
 
 
 def _vocabulary(tokenizer: Tokenizer, n_vocab: int) -> LLTokenizer:

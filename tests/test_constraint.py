@@ -318,3 +318,40 @@ def test_fifty_forms_end_by_themselves(smollm2_path: Path) -> None:
         assert reply.finish_reason == "stop"
         assert set(json.loads(reply.text)) == {"city", "population"}
         assert not re.search(r"\s{18}", reply.text)
+
+
+@pytest.mark.parametrize(
+    "kind, first",
+    [
+        ({"type": "integer", "maximum": 10}, "-"),
+        ({"type": "integer"}, "9"),
+        ({"type": "number", "minimum": 0, "maximum": 10}, "1."),
+        ({"type": "number"}, "1e"),
+        ({"type": "array", "items": {"type": "integer"}, "maxItems": 2}, "[5"),
+    ],
+)
+def test_a_number_comes_to_an_end(kind: dict[str, Any], first: str) -> None:
+    """The model would write digits for ever, where the schema lets it."""
+
+    def rule(tokens: list[int]) -> int:
+        said = bytes(token for token in tokens if token < 256).rpartition(b":")
+        return ord((first + "9" * 400)[len(said[2].lstrip())] if said[1] else "9")
+
+    schema = {"type": "object", "properties": {"n": kind}, "required": ["n"], "additionalProperties": False}
+    with fake_model(rule, n_ctx=2000) as model:
+        reply = model.generate("\n", json_schema=schema, max_tokens=300, temperature=0)
+        assert reply.finish_reason == "stop"
+        assert set(json.loads(reply.text)) == {"n"}
+        assert max(map(len, re.findall(r"\d+", reply.text))) == 20
+        if kind == {"type": "integer"}:
+            whole = model.generate("\n", json_schema=kind, max_tokens=300, temperature=0)
+            assert (whole.text, whole.finish_reason) == ("9" * 20, "stop")
+
+
+def test_digits_in_a_text_are_not_counted() -> None:
+    with fake_model(lambda tokens: ord("9"), n_ctx=2000) as model:
+        for kind in ({"pattern": r"^a\\?9{50}$"}, {"maxLength": 60}):
+            schema = {"type": "object", "properties": {"n": {"type": "string"} | kind}, "required": ["n"]}
+            closed = schema | {"additionalProperties": False}
+            value = json.loads(model.generate("\n", json_schema=closed, max_tokens=400, temperature=0).text)["n"]
+            assert value.endswith("9" * 50)
