@@ -54,7 +54,8 @@ class PairedDots(Dots):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._room = 32767 // (2 * 127 * self.most)  # quads that 16 bits hold
+        # quads that 16 bits hold; signed codes need more than these instructions
+        self._room = 0 if self.signed else 32767 // (2 * 127 * self.most)
         self._pairs: list[list[Value | None]] = [[None] * self.chains for _ in range(self.n_tokens)]
         self._held = [0] * self.chains
 
