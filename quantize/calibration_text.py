@@ -16,6 +16,7 @@ from edgert.quantize.engine import Engine
 
 Tokens = NDArray[np.int32]
 
+MUCH = 16  # characters, of which there are mostly several tokens
 _FOLDER = Path(__file__).parent / "texts"
 BUILT_IN = {name: _FOLDER / file for name, file in (
     ("articles", "articles.txt"),
@@ -34,11 +35,12 @@ class Text:
     tokens: Tokens
 
 
-def read_text(engine: Engine, source: str | os.PathLike[str]) -> Text:
+def read_text(engine: Engine, source: str | os.PathLike[str], n_tokens: int | None = None) -> Text:
     """Reads a text and tokenizes it for the engine's model.
 
-    source:  the name of a built-in set, or a file: UTF-8 text; or, if it ends in .jsonl, a JSON object a line, either
-             {"messages": [...]}, a chat that is rendered with the model's own template, or {"text": "..."}
+    source:    the name of a built-in set, or a file: UTF-8 text; or, if it ends in .jsonl, a JSON object a line, either
+               {"messages": [...]}, a chat that is rendered with the model's own template, or {"text": "..."}
+    n_tokens:  that will be used at most: what comes after them may be left out
 
     Raises: EdgertError that says what is wrong and where.
     """
@@ -48,16 +50,28 @@ def read_text(engine: Engine, source: str | os.PathLike[str]) -> Text:
     if path.suffix != ".jsonl":
         if not text.strip():
             raise EdgertError(f"The text {name} is empty.")
-        return Text(name, engine.tokenize(text.removesuffix("\n")))  # as llama.cpp reads a prompt file
-    parts = list(_entries(engine, path, text, lenient=name in BUILT_IN))
+        text = text.removesuffix("\n")  # as llama.cpp reads a prompt file
+        if n_tokens is not None and len(text) > MUCH * n_tokens:
+            ids = engine.tokenize(text[: MUCH * n_tokens])
+            if len(ids) > 2 * n_tokens:  # the last ones may be others than those of the whole text
+                return Text(name, ids)
+        return Text(name, engine.tokenize(text))
+    parts, n = [], 0
+    for part in _entries(engine, path, text, lenient=name in BUILT_IN):
+        parts.append(part)
+        n += len(part)
+        if n_tokens is not None and n > n_tokens:
+            break
     if not parts:
         raise EdgertError(f"{path} has no entries: give one JSON object a line.")
     return Text(name, np.concatenate(parts))
 
 
-def default_texts(engine: Engine) -> list[Text]:
-    """The built-in sets that suit the model: chats only if it has a template."""
-    return [read_text(engine, name) for name in BUILT_IN if engine.can_chat or BUILT_IN[name].suffix != ".jsonl"]
+def default_texts(engine: Engine, n_tokens: int | None = None) -> list[Text]:
+    """The built-in sets that suit the model: chats only if it has a template. n_tokens: of each, as in read_text()."""
+    return [
+        read_text(engine, name, n_tokens) for name in BUILT_IN if engine.can_chat or BUILT_IN[name].suffix != ".jsonl"
+    ]
 
 
 def cut(engine: Engine, texts: Sequence[Text], n_ctx: int, n_chunks: int | None = None) -> list[Tokens]:

@@ -40,7 +40,7 @@ class Curvatures:
                 del self._cache[next(iter(self._cache))]
             seen = name in self._inputs
             hessian = np.load(self._path(key[0])) if seen else np.eye(self._n_cols[name], dtype=np.float32)
-            self._cache[key] = Curvature.of(hessian, key[1])
+            self._cache[key] = Curvature(hessian, key[1])
         return self._cache[key]
 
     def _path(self, name: str) -> Path:

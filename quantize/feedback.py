@@ -11,7 +11,7 @@ Source: Frantar et al., GPTQ (2210.17323); Chee et al., QuIP (2307.13304), for t
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,46 +29,47 @@ SLAB_BYTES = 32 << 20  # of float32 that are rounded at a time; each takes five 
 WIDTH = 256  # columns between two matrix products
 
 
-@dataclass(frozen=True)
 class Curvature:
     """A damped Hessian, made ready for rounding; tensors with the same input share it.
 
     hessian:     float32 (n_cols, n_cols), its mean diagonal 1
-    gains:       float32 (n_cols, n_cols), the unit upper triangular R
     importance:  float32 (n_cols,), the Hessian's diagonal; no column is without, so that none is clipped at will
     scale:       the mean diagonal that the Hessian was given with
     """
 
-    hessian: Floats
-    gains: Floats
-    importance: Floats
-    scale: float = 1.0
-
-    @classmethod
-    def of(cls, hessian: Floats, damping: float = DAMPING) -> Curvature:
+    def __init__(self, hessian: Floats, damping: float = DAMPING) -> None:
         """From float32 (n_cols, n_cols), the mean of x x^T over inputs x, in any scale.
 
-        damping:  added to the diagonal, as a share of its mean; more where the sum is not positive definite
+        damping:  added to the diagonal, as a share of its mean
         Raises:   EdgertError for a Hessian of values that are not finite.
         """
-        n = len(hessian)
-        diagonal = hessian.diagonal().astype(np.float64)
-        mean = float(diagonal.mean())
-        if not np.isfinite(mean) or not np.isfinite(hessian).all():
+        if not (np.isfinite(hessian.max()) and np.isfinite(hessian.min())):
             raise EdgertError("The inputs' Hessian holds NaN or infinity: the model's weights or texts are damaged.")
-        scaled = hessian / mean if mean > 0 else np.zeros((n, n), np.float32)
+        self.scale, self._damping = float(hessian.diagonal().mean(dtype=np.float64)), damping
+        self.hessian = hessian / np.float32(self.scale) if self.scale > 0 else np.zeros_like(hessian)
+        self.hessian.flat[:: len(hessian) + 1] += np.float32(damping if self.scale > 0 else 1.0)
+        self.importance = self.hessian.diagonal().copy()
+
+    @cached_property
+    def gains(self) -> Floats:
+        """float32 (n_cols, n_cols), the unit upper triangular R; only who feeds errors back has it made.
+
+        Where the Hessian is not positive definite in floats, it is that of a Hessian damped more.
+        """
+        damped = self.hessian[::-1, ::-1].astype(np.float64)
+        more = max(9 * self._damping, 1e-3)
         while True:
-            damped = scaled.astype(np.float64)
-            damped.flat[:: n + 1] += damping if mean > 0 else 1.0
             try:
                 # The factor of the matrix in reverse order is lower triangular; turned back it is upper.
-                factor = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
+                factor = np.linalg.cholesky(damped)[::-1, ::-1]
                 break
             except np.linalg.LinAlgError:
-                damping = max(10 * damping, 1e-3)
-        gains = (factor / factor.diagonal()).astype(np.float32)
-        importance = np.ascontiguousarray(damped.diagonal(), np.float32)
-        return cls(damped.astype(np.float32), np.ascontiguousarray(gains), importance, mean)
+                damped.flat[:: len(damped) + 1] += more
+                more *= 10
+        del damped
+        gains = np.empty(factor.shape, np.float32)
+        np.divide(factor, factor.diagonal(), out=gains, casting="same_kind")
+        return gains
 
 
 def quantize(

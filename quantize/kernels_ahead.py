@@ -102,7 +102,7 @@ def _compile(format_name: str, way: str) -> None:
     n_cols = FORMATS[format_name].block_size
     values = np.linspace(-1, 1, 16 * n_cols, dtype=np.float32).reshape(16, n_cols)
     if way == "feedback":
-        feedback.quantize(values, format_name, Curvature.of(np.eye(n_cols, dtype=np.float32)))
+        feedback.quantize(values, format_name, Curvature(np.eye(n_cols, dtype=np.float32)))
     else:
         importance = None if way == "plain" else np.ones(n_cols, np.float32)
         rounding.quantize(values, format_name, importance)

@@ -53,7 +53,13 @@ class TextParts:
 
         Raises: EdgertError for a text that cannot be read.
         """
-        texts = default_texts(engine) if calibration is None else [read_text(engine, text) for text in calibration]
+        n_pieces = max(1, n_tokens // n_ctx)
+        # Pieces are taken in their order from the first on, unless they are shuffled; one text may have to give all.
+        most = None if seed else n_ctx * PERIOD * max(-(-n_pieces // (PERIOD - 2)) + 1, MOST)
+        if calibration is None:
+            texts = default_texts(engine, most)
+        else:
+            texts = [read_text(engine, text, most) for text in calibration]
         parts = cls([Path(text.name).name for text in texts])  # a path would tell of the machine
         training, judging = [], []
         for text in texts:
@@ -67,11 +73,10 @@ class TextParts:
             judging.append(pieces[DECIDES::PERIOD])
             if not report:
                 parts._hold_out(text.name, pieces[HELD_OUT::PERIOD][:MOST])
-        n_pieces = max(1, n_tokens // n_ctx)
         parts.training = _by_turns(training)[:n_pieces]
         parts.judging = _by_turns(judging)[: max(1, n_pieces // PERIOD)] or parts.training[::PERIOD]
         for name in report:
-            parts._hold_out(os.fspath(name), cut(engine, [read_text(engine, name)], n_ctx, MOST))
+            parts._hold_out(os.fspath(name), cut(engine, [read_text(engine, name, MOST * n_ctx)], n_ctx, MOST))
         return parts
 
     def _hold_out(self, name: str, pieces: Chunks) -> None:

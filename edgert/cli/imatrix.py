@@ -98,7 +98,8 @@ def collect(model: str, sources: Sequence[str], n_ctx: int, n_chunks: int | None
 
         with open_engine(path, n_ctx=n_ctx, n_threads=n_threads, progress=compiled) as engine:
             line.show("reading the texts")
-            texts = [read_text(engine, source) for source in sources] or default_texts(engine)
+            most = n_chunks and n_chunks * n_ctx
+            texts = [read_text(engine, source, most) for source in sources] or default_texts(engine, most)
             pieces = cut(engine, texts, n_ctx, n_chunks)
             started = time.monotonic()
 

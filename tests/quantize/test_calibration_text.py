@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from edgert.errors import EdgertError
+from edgert.quantize import text_parts
 from edgert.quantize.calibration_text import BUILT_IN, Text, cut, default_texts, read_text
 from edgert.quantize.engine import open_engine
 from edgert.quantize.text_parts import TextParts
@@ -110,6 +111,27 @@ def test_cut(engine: Any, gemma: Any) -> None:
     for n_ctx in (1, 513):
         with pytest.raises(EdgertError, match="2 to 512 tokens"):
             cut(engine, [a], n_ctx)
+
+
+def test_no_more_is_read_than_is_used(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same pieces as of the whole texts, and most of these neither rendered nor tokenized."""
+    (tmp_path / "a.txt").write_text(" ".join(f"word{i}" for i in range(30_000)))
+    chats = ({"messages": [{"role": "user", "content": f"What is {i}?"}]} for i in range(3000))
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    texts = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
+    found = TextParts.read(engine, texts, texts, 64, 1000)
+    seen: list[int] = []
+    whole = {str(text): read_text(engine, text) for text in texts}
+    monkeypatch.setattr(text_parts, "read_text", lambda _, name, n: seen.append(n) or whole[str(name)])
+    expected = TextParts.read(engine, texts, texts, 64, 1000)
+    for ours, theirs in zip(
+        [found.training, found.judging, *found.held_out.values()],
+        [expected.training, expected.judging, *expected.held_out.values()],
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.concatenate(ours), np.concatenate(theirs))
+    for text in texts:
+        assert len(read_text(engine, text, seen[0]).tokens) < len(whole[str(text)].tokens) / 2
 
 
 def test_a_seed_divides_the_texts_otherwise(engine: Any, tmp_path: Path) -> None:

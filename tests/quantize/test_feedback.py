@@ -63,7 +63,7 @@ def gptq(values: Floats, data: NDArray[np.uint8], name: str, hessian: Floats, da
 def test_feedback_is_gptq(name: str, n_cols: int) -> None:
     """With the same scales: float32 beside float64 parts at ties only, after which a row goes another way."""
     values, hessian, _ = problem(n_cols)
-    data = feedback.quantize(values, name, Curvature.of(hessian), sweeps=0)
+    data = feedback.quantize(values, name, Curvature(hessian), sweeps=0)
     ours, theirs = decoded(name, data), gptq(values, data, name, hessian, feedback.DAMPING)
     same = (np.abs(ours - theirs) < 1e-6).all(axis=1)
     assert same.mean() > 0.8 if name != "Q8_0" else np.abs(ours - theirs).max() < 0.01 * np.abs(values).max()
@@ -73,7 +73,7 @@ def test_feedback_is_gptq(name: str, n_cols: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_output_error_falls_on_inputs_not_seen(name: str) -> None:
     values, hessian, unseen = problem(512)
-    curvature = Curvature.of(hessian)
+    curvature = Curvature(hessian)
     plain = decoded(name, rounding.quantize(values, name, hessian.diagonal()))
     once = decoded(name, feedback.quantize(values, name, curvature, sweeps=0))
     swept = decoded(name, feedback.quantize(values, name, curvature, sweeps=2))
@@ -86,7 +86,7 @@ def test_output_error_falls_on_inputs_not_seen(name: str) -> None:
 @pytest.mark.parametrize("n_cols", [256, 768])
 def test_without_feeding_it_is_rounding_by_importance(name: str, n_cols: int) -> None:
     values, hessian, _ = problem(n_cols)
-    curvature = Curvature.of(hessian)
+    curvature = Curvature(hessian)
     alone = decoded(name, feedback.quantize(values, name, curvature, feeds=False)) - values
     other = decoded(name, rounding.quantize(values, name, curvature.importance)) - values
     a, b = (float((curvature.importance * difference**2).sum()) for difference in (alone, other))
@@ -96,7 +96,7 @@ def test_without_feeding_it_is_rounding_by_importance(name: str, n_cols: int) ->
 @pytest.mark.parametrize("name", ["Q4_0", "IQ4_NL", "Q5_K", "Q6_K"])
 def test_a_sweep_leaves_no_code_that_a_single_change_would_better(name: str) -> None:
     values, hessian, _ = problem(256, rows=8)
-    curvature = Curvature.of(hessian)
+    curvature = Curvature(hessian)
     data = feedback.quantize(values, name, curvature, sweeps=100)
     rounded = decoded(name, data)
     grid = GRIDS[name]
@@ -113,7 +113,7 @@ def test_a_sweep_leaves_no_code_that_a_single_change_would_better(name: str) -> 
 @pytest.mark.parametrize("name", ["Q4_0", "Q5_1", "Q4_K", "Q6_K"])
 def test_threads_slabs_and_odd_rows_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values, hessian, _ = problem(256, rows=211)
-    curvature = Curvature.of(hessian)
+    curvature = Curvature(hessian)
     once = feedback.quantize(values, name, curvature)
     monkeypatch.setattr(feedback, "SLAB_BYTES", 64 * 4 * 256)
     again = feedback.quantize(values, name, curvature, n_threads=3)
@@ -128,16 +128,16 @@ def test_columns_without_inputs_keep_near_their_values() -> None:
     values, hessian, _ = problem(256)
     hessian = hessian.copy()
     hessian[:, ::7] = hessian[::7] = 0
-    rounded = decoded("Q8_0", feedback.quantize(values, "Q8_0", Curvature.of(hessian)))
+    rounded = decoded("Q8_0", feedback.quantize(values, "Q8_0", Curvature(hessian)))
     assert np.abs(rounded - values)[:, ::7].max() < np.abs(values).max() / 60  # two steps of the largest
-    zero = decoded("Q5_K", feedback.quantize(values, "Q5_K", Curvature.of(np.zeros((256, 256), np.float32))))
+    zero = decoded("Q5_K", feedback.quantize(values, "Q5_K", Curvature(np.zeros((256, 256), np.float32))))
     assert np.abs(zero - values).max() < np.abs(values).max() / 15
 
 
 def test_fewer_inputs_than_columns_still_have_a_factor() -> None:
     values, _, _ = problem(256)
     x = np.random.default_rng(3).normal(size=(3, 256)).astype(np.float32)
-    data = feedback.quantize(values, "Q4_0", Curvature.of(x.T @ x, damping=0.0))
+    data = feedback.quantize(values, "Q4_0", Curvature(x.T @ x, damping=0.0))
     assert np.isfinite(decoded("Q4_0", data)).all()
 
 
@@ -146,24 +146,24 @@ def test_zero_rows_and_the_largest_values() -> None:
     values[3] = 0
     values[5] *= 1e5
     for name in NAMES:
-        rounded = decoded(name, feedback.quantize(values, name, Curvature.of(hessian)))
+        rounded = decoded(name, feedback.quantize(values, name, Curvature(hessian)))
         assert (rounded[3] == 0).all()
         assert np.isfinite(rounded).all()
     with pytest.raises(EdgertError, match="too large for the f16"):
-        feedback.quantize(values * np.float32(1e9), "Q4_0", Curvature.of(hessian))
+        feedback.quantize(values * np.float32(1e9), "Q4_0", Curvature(hessian))
 
 
 def test_refusals() -> None:
     values, hessian, _ = problem(256)
     with pytest.raises(UnsupportedFormatError, match="BF16"):
-        feedback.quantize(values, "BF16", Curvature.of(hessian))
+        feedback.quantize(values, "BF16", Curvature(hessian))
     with pytest.raises(ValueError, match="Hessian"):
-        feedback.quantize(values[:, :128], "Q4_0", Curvature.of(hessian))
+        feedback.quantize(values[:, :128], "Q4_0", Curvature(hessian))
     with pytest.raises(ValueError, match="blocks of 256"):
-        feedback.quantize(values[:, :128], "Q4_K", Curvature.of(hessian[:128, :128]))
+        feedback.quantize(values[:, :128], "Q4_K", Curvature(hessian[:128, :128]))
     hessian[2, 3] = np.nan
     with pytest.raises(EdgertError, match="NaN"):
-        Curvature.of(hessian)
+        Curvature(hessian)
 
 
 def test_the_error_of_outputs_is_that_of_the_outputs() -> None:

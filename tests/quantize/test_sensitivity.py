@@ -95,7 +95,7 @@ def curvatures(engine: TwoLayers, chunks: Sequence[NDArray[np.int32]]) -> Callab
 
     for chunk in chunks:
         engine.observe(chunk, add)
-    made = {name: Curvature.of(total) for name, total in sums.items()}
+    made = {name: Curvature(total) for name, total in sums.items()}
     return made.__getitem__
 
 
