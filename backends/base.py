@@ -149,10 +149,11 @@ class Backend(ABC):
         """
         raise NotImplementedError
 
-    def replace(self, name: str, values: NDArray[np.float32]) -> None:
-        """Gives a matrix other values, for the next step on; needs the capability "replace".
+    def replace(self, name: str, values: NDArray[np.float32], first: int = 0) -> None:
+        """Gives rows of a matrix other values, for the next step on; needs the capability "replace".
 
-        values:  float32 (n_rows, n_cols), rounded to the type that holds the matrix
+        values:  float32 (n, n_cols), rounded to the type that holds the matrix
+        first:   their first row, a multiple of 64
 
         Raises: ValueError for a name or shape that the model lacks; UnsupportedFormatError when the matrix is held
         in a quantized type, or the type cannot hold the values.

@@ -77,4 +77,8 @@ def _open_engine(source: Any, **options: Any) -> Any:
     return import_module("edgert.calibration_engine").open_engine(source, **options)
 
 
-_quantize_engine.register(_open_engine)
+def _estimate(source: Any, n_ctx: int) -> Any:
+    return import_module("edgert.calibration_engine").estimate(source, n_ctx)
+
+
+_quantize_engine.register(_open_engine, _estimate)

@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 from edgert.backends.base import Batch, OnInput
 from edgert.backends.cpu.layouts import WINDOW
 from edgert.errors import ContextFullError, RequestError
+from edgert.quantize.engine import Running
 from edgert.quantize.gguf_file import GGUFFile, Model
 from edgert.quantize.source import Source, open_source
 from edgert.template import ChatTemplate
 from edgert.tokenizer import Tokenizer
 
 Tokens = NDArray[np.int32]
+
+PIECE_BYTES = 1 << 26  # of logits, or of a matrix that is replaced, at a time
 
 
 def open_engine(
@@ -70,6 +73,21 @@ def open_engine(
     return CalibrationEngine(model, backend, tokenizer, opened)
 
 
+def estimate(source: Source, n_ctx: int) -> Running:
+    """What a source takes, running as bf16."""
+    from edgert.backends.cpu.footprint import PROGRAM_PER_TOKEN, footprint
+
+    a = source.describe()
+    found = footprint(source.model, a, n_ctx, types=("f16", "f16"), weights_as="bf16", with_program=False)
+    logits = 4 * a.n_vocab * min(_rows(a.n_vocab), n_ctx // 2)
+    return Running(found.weights, found.kv + found.buffers + PROGRAM_PER_TOKEN * a.n_vocab, logits)
+
+
+def _rows(n_cols: int) -> int:
+    """How many rows of float32 are handled at a time: whole windows."""
+    return max(WINDOW, PIECE_BYTES // (4 * n_cols) // WINDOW * WINDOW)
+
+
 class CalibrationEngine:
     """A model on a backend that can observe and replace; methods as in `edgert.quantize.engine.Engine`.
 
@@ -103,29 +121,53 @@ class CalibrationEngine:
             self._backend.observe(batch, on_input)
 
     def logits(self, tokens: Tokens, first: int = 0) -> NDArray[np.float32]:
-        n, padding = len(tokens), -len(tokens) % WINDOW
-        if n + padding <= self.n_ctx:  # a whole window takes less time than the end of a text, token by token
-            tokens = np.pad(tokens, (0, padding))
-        steps = list(self._steps(tokens))
+        n = len(tokens)
+        steps = list(self._steps(self._padded(tokens)))
         for batch in steps:
             batch.wanted[:] = (batch.positions >= first) & (batch.positions < n)
         if len(steps) == 1:
             return self._backend.forward(steps[0])
         return np.concatenate([self._backend.forward(batch).copy() for batch in steps])
 
-    def _steps(self, tokens: Tokens) -> Iterator[Batch]:
-        """The steps of a text in an empty context."""
+    def pieces(self, tokens: Tokens, first: int = 0) -> Iterator[NDArray[np.float32]]:
+        rows = _rows(self.n_vocab)
+        n, padded = len(tokens), self._padded(tokens)
+        if n - first <= rows:  # in one step, which is faster
+            yield self.logits(tokens, first)
+            return
+        before = first // WINDOW * WINDOW
+        for batch in self._steps(padded, [*range(before, len(padded), rows), len(padded)]):
+            batch.wanted[:] = (batch.positions >= first) & (batch.positions < n)
+            if batch.wanted.any():
+                yield self._backend.forward(batch)
+            else:
+                self._backend.forward(batch)
+
+    def _padded(self, tokens: Tokens) -> Tokens:
+        """A whole window takes less time than the end of a text, token by token."""
+        padding = -len(tokens) % WINDOW
+        return np.pad(tokens, (0, padding)) if len(tokens) + padding <= self.n_ctx else tokens
+
+    def _steps(self, tokens: Tokens, ends: Sequence[int] = ()) -> Iterator[Batch]:
+        """The steps of a text in an empty context; ends: where some must end."""
         if len(tokens) > self.n_ctx:
             raise ContextFullError(len(tokens), self.n_ctx)
         self._backend.free(0)
-        step = self._backend.n_batch
-        for start in range(0, len(tokens), step):
-            yield Batch.of(tokens[start : start + step].tolist(), start, wanted="all")
+        most, start = self._backend.n_batch, 0
+        for end in [*ends, len(tokens)]:
+            while start < end:
+                stop = min(start + most, end)
+                yield Batch.of(tokens[start:stop].tolist(), start, wanted="all")
+                start = stop
 
-    def replace(self, name: str, values: NDArray[np.float32] | None) -> None:
-        if values is None:
-            values = self._model.tensor(name).dequantize()
-        self._backend.replace(name, values)
+    def replace(self, name: str, values: NDArray[np.float32] | None, first: int = 0) -> None:
+        if values is not None:
+            self._backend.replace(name, values, first)
+            return
+        tensor = self._model.tensor(name)
+        rows = _rows(tensor.shape[-1])
+        for start in range(0, tensor.shape[0], rows):
+            self._backend.replace(name, tensor.rows(start, min(start + rows, tensor.shape[0])), start)
 
     def close(self) -> None:
         self._backend.close()

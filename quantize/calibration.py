@@ -119,6 +119,11 @@ class Hessians:
         """Tokens that were summed over."""
         return self._counts[name]
 
+    def mean(self, name: str) -> Floats:
+        """The sum over the tokens that were summed over, in its place: nothing can be added any more."""
+        self._sums[name] /= np.float32(self._counts[name])
+        return self._sums[name]
+
 
 def calibrate(
     engine: Engine,

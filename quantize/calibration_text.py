@@ -16,7 +16,7 @@ from edgert.quantize.engine import Engine
 
 Tokens = NDArray[np.int32]
 
-MUCH = 16  # characters, of which there are mostly several tokens
+MUCH = 6  # characters of a token: mostly there are fewer
 _FOLDER = Path(__file__).parent / "texts"
 BUILT_IN = {name: _FOLDER / file for name, file in (
     ("articles", "articles.txt"),
@@ -53,7 +53,7 @@ def read_text(engine: Engine, source: str | os.PathLike[str], n_tokens: int | No
         text = text.removesuffix("\n")  # as llama.cpp reads a prompt file
         if n_tokens is not None and len(text) > MUCH * n_tokens:
             ids = engine.tokenize(text[: MUCH * n_tokens])
-            if len(ids) > 2 * n_tokens:  # the last ones may be others than those of the whole text
+            if len(ids) > n_tokens + 64:  # the last ones may be others than those of the whole text
                 return Text(name, ids)
         return Text(name, engine.tokenize(text))
     parts, n = [], 0

@@ -27,7 +27,9 @@ def compare(
     tally = Tally()
     for i, chunk in enumerate(chunks):
         first, targets = len(chunk) // 2, chunk[1:]
-        tally.add(model.logits(chunk[:-1], first), targets[first:], base.logits(chunk[:-1], first))
+        for ours, theirs in zip(model.pieces(chunk[:-1], first), base.pieces(chunk[:-1], first), strict=True):
+            tally.add(ours, targets[first : first + len(ours)], theirs)
+            first += len(ours)
         if on_chunk:
             on_chunk(i + 1, len(chunks))
     return tally.result(len(chunks), max(len(chunk) for chunk in chunks))

@@ -12,8 +12,7 @@ from edgert.quantize import calibration
 from edgert.quantize.calibration import Statistics
 from edgert.quantize.engine import Engine
 from edgert.quantize.feedback import DAMPING, Curvature
-
-CACHED = 4  # of the last curvatures: tensors with the same input are mostly asked for one after another
+from edgert.quantize.memory import Limits
 
 
 class Curvatures:
@@ -23,9 +22,17 @@ class Curvatures:
     nothing else is known.
     """
 
-    def __init__(self, folder: Path, dampings: Mapping[str, float], n_cols: Mapping[str, int]) -> None:
-        """folder: where the Hessians lie; dampings: of tensors that need another one than the rest; n_cols: of all."""
-        self._folder, self._dampings, self._n_cols = folder, dampings, n_cols
+    def __init__(
+        self, folder: Path, dampings: Mapping[str, float], n_cols: Mapping[str, int], most: int = Limits.curvatures
+    ) -> None:
+        """What is kept where.
+
+        folder:    of the Hessians
+        dampings:  of tensors that need another one than the rest
+        n_cols:    of all tensors
+        most:      curvatures kept at hand: tensors with the same input are mostly asked for one after another
+        """
+        self._folder, self._dampings, self._n_cols, self._most = folder, dampings, n_cols, most
         self._inputs: dict[str, str] = {}  # the tensor under whose name the Hessian of a tensor's input is kept
         self._cache: dict[tuple[str, float], Curvature] = {}
 
@@ -36,12 +43,16 @@ class Curvatures:
     def __call__(self, name: str) -> Curvature:
         key = self._inputs.get(name, name), self._dampings.get(name, DAMPING)
         if key not in self._cache:
-            while len(self._cache) >= CACHED:
+            while len(self._cache) >= self._most:
                 del self._cache[next(iter(self._cache))]
             seen = name in self._inputs
             hessian = np.load(self._path(key[0])) if seen else np.eye(self._n_cols[name], dtype=np.float32)
             self._cache[key] = Curvature(hessian, key[1])
         return self._cache[key]
+
+    def forget(self) -> None:
+        """Keeps none at hand."""
+        self._cache.clear()
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.npy"
@@ -71,7 +82,7 @@ class Curvatures:
         for hessians in calibration.hessian_passes(engine, chunks, missing, max_bytes, statistics, on_chunk):
             for name, key in self._inputs.items():
                 if name in hessians and key in missing:
-                    self._save(key, hessians[name] / np.float32(hessians.count(name)))
+                    self._save(key, hessians.mean(name))
                     missing.discard(key)
 
     def _save(self, name: str, hessian: NDArray[np.float32]) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from edgert.quantize import feedback, grid, rounding
 from edgert.quantize.feedback import Curvature
 from edgert.quantize.formats import Format
+from edgert.quantize.memory import Limits
 from edgert.quantize.rounding import GRIDS
 from edgert.quantize.source_tensor import SourceTensor
 
@@ -19,7 +20,6 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 SLAB_BYTES = 1 << 22  # of float32 rows in work at a time
-FEEDBACK_BYTES = 1 << 24  # where each slab is multiplied by a matrix of all columns
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,13 @@ class Inputs:
     importance:  mean squares by column, float32 (n_cols,), or (n_mat, n_cols) for experts
     curvature:   their correlations; None: no error feedback
     held_out:    those of other text, to judge by; None: error feedback without a question
+    n_bytes:     of float32 rows in work at a time, where each is multiplied by a matrix of all columns
     """
 
     importance: Floats | None = None
     curvature: Curvature | None = None
     held_out: Curvature | None = None
+    n_bytes: int = Limits.rows
 
 
 def slabs(tensor: SourceTensor, n_bytes: int = SLAB_BYTES) -> Iterator[tuple[int, Floats]]:
@@ -59,7 +61,7 @@ def encode(tensor: SourceTensor, format: Format, inputs: Inputs, n_threads: int)
             grid.encode(values, rounding.quantize(values, format, n_threads=n_threads)) for _, values in slabs(tensor)
         )
     if inputs.curvature is not None and len(tensor.shape) == 2:
-        return _with_feedback(tensor, format, inputs.curvature, inputs.held_out, n_threads)
+        return _with_feedback(tensor, format, inputs, inputs.curvature, n_threads)
     return ("plain" if inputs.importance is None else "weighted"), (
         rounding.quantize(values, format, _row(inputs.importance, matrix), n_threads=n_threads)
         for matrix, values in slabs(tensor)
@@ -71,20 +73,20 @@ def _row(importance: Floats | None, matrix: int) -> Floats | None:
 
 
 def _with_feedback(
-    tensor: SourceTensor, format: Format, curvature: Curvature, held_out: Curvature | None, n_threads: int
+    tensor: SourceTensor, format: Format, inputs: Inputs, curvature: Curvature, n_threads: int
 ) -> tuple[str, Iterator[Bytes]]:
-    """Rounds with error feedback; and without, if there are held-out inputs to tell which errs less on them."""
-    way = partial(feedback.quantize, curvature=curvature, n_threads=n_threads)
-    ways = {"feedback": way}
-    if held_out is None:
-        return "feedback", (ways["feedback"](values, format) for _, values in slabs(tensor, FEEDBACK_BYTES))
-    ways["weighted"] = partial(way, feeds=False)
-    found: dict[str, list[Bytes]] = {name: [] for name in ways}
-    errors = dict.fromkeys(ways, 0.0)
-    for _, values in slabs(tensor, FEEDBACK_BYTES):
-        for name, way in ways.items():
-            data = way(values, format)
-            found[name].append(data)
-            errors[name] += feedback.error_of(data, format, values, held_out)
-    best = min(ways, key=lambda name: errors[name])
-    return best, iter(found[best])
+    """Rounds with error feedback; or without, if held-out inputs tell that it errs less on them.
+
+    Which it is, rows from all over the tensor decide.
+    """
+    way = partial(feedback.quantize, format=format, curvature=curvature, n_threads=n_threads)
+    ways = {"feedback": way, "weighted": partial(way, feeds=False)}
+    best = "feedback"
+    if inputs.held_out is not None:
+        values = tensor.sample(max(64, inputs.n_bytes // (4 * tensor.n_cols)))
+        tried = {name: round(values) for name, round in ways.items()}
+        errors = {name: feedback.error_of(data, format, values, inputs.held_out) for name, data in tried.items()}
+        best = min(errors, key=lambda name: errors[name])
+        if len(values) == tensor.n_rows:
+            return best, iter([tried[best]])
+    return best, (ways[best](values) for _, values in slabs(tensor, inputs.n_bytes))

@@ -6,7 +6,8 @@ package entails; the opener imports what it needs when it is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -19,6 +20,20 @@ if TYPE_CHECKING:
     # Called with the names of tensors that share an input, and the input: float32 (n_tokens, n_cols), valid until
     # the call returns.
     OnInput = Callable[[tuple[str, ...], NDArray[np.float32]], object]
+
+
+@dataclass(frozen=True)
+class Running:
+    """Bytes that a running model takes.
+
+    weights:  as floats
+    other:    cache, buffers and what belongs to the vocabulary
+    logits:   of one of the engine's pieces
+    """
+
+    weights: int
+    other: int
+    logits: int
 
 
 class Engine(Protocol):
@@ -62,8 +77,18 @@ class Engine(Protocol):
         """
         ...
 
-    def replace(self, name: str, values: NDArray[np.float32] | None) -> None:
-        """Gives a matrix other values, float32 (n_rows, n_cols), or with None its own ones back."""
+    def pieces(self, tokens: NDArray[np.int32], first: int = 0) -> Iterator[NDArray[np.float32]]:
+        """The same from row to row in pieces, each valid until the next: a large vocabulary takes little memory.
+
+        Models of one vocabulary cut them alike.
+        """
+        ...
+
+    def replace(self, name: str, values: NDArray[np.float32] | None, first: int = 0) -> None:
+        """Gives rows of a matrix from `first` on, a multiple of 64, other values, float32 (n, n_cols).
+
+        With None all rows have their own values back.
+        """
         ...
 
     def close(self) -> None:
@@ -75,12 +100,23 @@ class Engine(Protocol):
     def __exit__(self, *error: object) -> None: ...
 
 
-_openers: list[Callable[..., Engine]] = []
+_doors: list[tuple[Callable[..., Engine], Callable[[Source, int], Running]]] = []
 
 
-def register(opener: Callable[..., Engine]) -> None:
-    """Makes `open_engine` call this function."""
-    _openers[:] = [opener]
+def register(opener: Callable[..., Engine], estimate: Callable[[Source, int], Running]) -> None:
+    """Makes `open_engine` and `memory_of` call these functions."""
+    _doors[:] = [(opener, estimate)]
+
+
+def memory_of(source: Source, n_ctx: int) -> Running:
+    """What `open_engine` will take for an open source and texts of n_ctx tokens."""
+    return _door()[1](source, n_ctx)
+
+
+def _door() -> tuple[Callable[..., Engine], Callable[[Source, int], Running]]:
+    if not _doors:
+        raise RuntimeError("nothing can run models here: `import edgert` registers what can")
+    return _doors[0]
 
 
 def open_engine(source: str | PathLike[str] | Source, **options: Any) -> Engine:
@@ -90,6 +126,4 @@ def open_engine(source: str | PathLike[str] | Source, **options: Any) -> Engine:
 
     Raises: EdgertError and its subclasses, when the source or the machine is at fault.
     """
-    if not _openers:
-        raise RuntimeError("nothing can run models here: `import edgert` registers what can")
-    return _openers[0](source, **options)
+    return _door()[0](source, **options)

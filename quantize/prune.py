@@ -25,8 +25,8 @@ from edgert.quantize.gguf_layout import TensorPlan
 from edgert.quantize.gguf_value import Kind, Value
 from edgert.quantize.gguf_writer import Writer
 from edgert.quantize.planning import Plan, as_it_is
+from edgert.quantize.probing import Baseline
 from edgert.quantize.progress import OnProgress, silent
-from edgert.quantize.sensitivity import Baseline
 from edgert.quantize.source import Source, open_source
 from edgert.quantize.source_tensor import SourceTensor
 from edgert.quantize.target import check_target

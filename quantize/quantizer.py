@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import os
-import resource
-import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
@@ -17,36 +15,29 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from edgert.errors import DoesNotFitError, ModelFileError, RequestError, UnsupportedFormatError
-from edgert.quantize import comparison, encoding, sensitivity, work_folder
+from edgert.quantize import comparison, encoding, memory, work_folder
 from edgert.quantize.allocation import Pins
-from edgert.quantize.calibration import Statistics
-from edgert.quantize.curvatures import Curvatures
 from edgert.quantize.encoding import Inputs
-from edgert.quantize.engine import Engine, open_engine
-from edgert.quantize.feedback import TIED_DAMPING
+from edgert.quantize.engine import open_engine
 from edgert.quantize.gguf_layout import TensorPlan
 from edgert.quantize.gguf_layout import plan as layout
 from edgert.quantize.gguf_value import Value
 from edgert.quantize.gguf_writer import Writer
-from edgert.quantize.imatrix import check_of, read_imatrix, write_imatrix
-from edgert.quantize.kernels_ahead import Job, compile_ahead
+from edgert.quantize.measuring import CHUNK, Measuring
 from edgert.quantize.planning import Loss, Plan, Planner
 from edgert.quantize.prior import Prior
 from edgert.quantize.progress import OnProgress, silent
 from edgert.quantize.report import Domain, Report, quality_metadata
 from edgert.quantize.rounding import GRIDS
 from edgert.quantize.sensitivity import Sensitivity
-from edgert.quantize.settings import CALIBRATION_TOKENS, Budget, Settings, n_bytes
+from edgert.quantize.settings import CALIBRATION_TOKENS, DEFAULT, Budget, Settings, n_bytes
 from edgert.quantize.source import Source, open_source
 from edgert.quantize.target import check_room, check_target
-from edgert.quantize.text_parts import Chunks, TextParts
+from edgert.quantize.text_parts import Chunks
 from edgert.quantize.work_folder import WorkFolder
 
 Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-DEFAULT = ("default",)  # the sets that come with the package
-PROBE_CHUNKS = 8  # that the model reads for each probe of its sensitivity
 FEW_TOKENS = 8192  # calibrated on less, rounding is fitted to chance
-CHUNK = 512  # tokens that the model reads at a time while it is calibrated, as llama.cpp's imatrix has them
 
 
 def quantize(
@@ -69,7 +60,7 @@ def quantize(
     report_text: Names = (),
     seed: int = 0,
     n_threads: int | None = None,
-    max_memory: int | str = 2 << 30,
+    max_memory: int | str | None = None,
     split_max_size: int | str | None = None,
     allow_requantize: bool = False,
     progress: OnProgress = silent,
@@ -89,6 +80,7 @@ def quantize(
     keep:          regular expressions of tensors that stay floats as they are, or one
     report:        compare the result with the source on held-out text; None: where there was text
     report_text:   the held-out texts, or one; () for the usual ones
+    max_memory:    bytes, or a size such as "1.5GiB", that this process may take at its peak; None: what suits the work
     progress:      called with (stage, tensor or text, done, total)
 
     Raises: EdgertError and its subclasses, when the source, the disk or a setting is at fault. What was under the
@@ -114,7 +106,7 @@ def quantize(
         resume=resume,
         seed=seed,
         n_threads=n_threads or _n_processors(),
-        max_memory=n_bytes(max_memory, "max_memory"),
+        max_memory=None if max_memory is None else n_bytes(max_memory, "max_memory"),
         split_max_size=None if split_max_size is None else n_bytes(split_max_size, "split_max_size"),
         report=bool(names or report_text) if report is None else report,
         report_text=_names(report_text),
@@ -131,9 +123,10 @@ class Quantizer:
     def __init__(self, source: Source, out: Path | None, settings: Settings, progress: OnProgress) -> None:
         self.source, self.out, self.settings, self._progress = source, out, settings, progress
         self.planner = Planner(source, settings.pins)
-        self.notices: list[str] = []
         self._started = time.monotonic()
         self._resources = ExitStack()
+        self.measuring = Measuring(source, settings, self.planner.shapes, lambda: self._work, progress)
+        self._resources.callback(self.measuring.close)
 
     def plan_only(self) -> Report:
         """What would be written."""
@@ -148,6 +141,7 @@ class Quantizer:
         """Writes the file."""
         assert self.out is not None
         check_target(self.out, [*self.source.files, *self.settings.files])
+        self.measuring.check()
         try:
             with self._resources:
                 report = self._run(self.out)
@@ -164,7 +158,7 @@ class Quantizer:
         self._forget()
         work_folder.remove_left(self.out)
         report.seconds = time.monotonic() - self._started
-        report.peak_memory = _peak_memory()
+        report.peak_memory = memory.peak()
         return report
 
     def _run(self, out: Path) -> Report:
@@ -208,70 +202,6 @@ class Quantizer:
         self._resources.callback(folder.close)
         return folder
 
-    @cached_property
-    def _engine(self) -> Engine:
-        """The source, running."""
-        self._progress("loading", "", 0, 1)
-        engine = open_engine(
-            self.source,
-            n_ctx=CHUNK,
-            n_threads=self.settings.n_threads,
-            progress=partial(self._progress, "compiling", "the engine"),
-        )
-        self._resources.callback(engine.close)
-        return engine
-
-    @cached_property
-    def _texts(self) -> TextParts:
-        settings = self.settings
-        texts = None if settings.calibration == DEFAULT else settings.calibration
-        return TextParts.read(
-            self._engine, texts, settings.report_text, CHUNK, settings.calibration_tokens, settings.seed
-        )
-
-    @cached_property
-    def _statistics(self) -> Statistics | None:
-        """The importance of columns: from a file, or by letting the model read."""
-        if self.settings.imatrix is not None:
-            statistics = read_imatrix(self.settings.imatrix)
-            self.notices += check_of(statistics, self.settings.imatrix, self.planner.shapes)
-            return statistics
-        if not self.settings.calibration:
-            return None
-        return self._training[0]
-
-    @cached_property
-    def _training(self) -> tuple[Statistics, Curvatures]:
-        """What all matrices read of the calibration text: mean squares, and correlations where they will be wanted."""
-        path = self._work / "imatrix.gguf"
-        known = self.settings.resume and path.exists()
-        statistics = read_imatrix(path) if known else Statistics(datasets=self._texts.names)
-        curvatures = self._collected("calibrating", self._texts.training, None if known else statistics)
-        if not known:
-            write_imatrix(path, statistics)
-        return statistics, curvatures
-
-    @cached_property
-    def _held_out(self) -> Curvatures:
-        """The correlations in the text to judge by."""
-        return self._collected("judging", self._texts.judging, None)
-
-    def _collected(self, stage: str, chunks: Chunks, statistics: Statistics | None) -> Curvatures:
-        tied = {"token_embd.weight": TIED_DAMPING} if "output.weight" not in self.source.tensors else {}
-        curvatures = Curvatures(
-            self._work / stage, tied, {name: shape[-1] for name, shape in self.planner.shapes.items()}
-        )
-        curvatures.collect(
-            self._engine,
-            chunks,
-            self.planner.shapes if self._feeds_back or self._measures else (),
-            self.settings.max_memory,
-            statistics=statistics,
-            resume=self.settings.resume,
-            on_chunk=partial(self._progress, stage, ""),
-        )
-        return curvatures
-
     # Which type each tensor takes.
 
     def _plan(self) -> Plan:
@@ -299,46 +229,23 @@ class Quantizer:
         if settings.sensitivity is not None:
             measured = Sensitivity.load(settings.sensitivity)
             if measured.fingerprint != self.source.fingerprint:
-                self.notices.append(f"{settings.sensitivity} was measured on another copy or version of the source")
+                self.measuring.notices.append(
+                    f"{settings.sensitivity} was measured on another copy or version of the source"
+                )
             return measured.loss
-        possible = {format.name for name in self.planner.open for format in self.planner.offered(name)}
+        tensors = {name: self.source.tensors[name] for name in self.planner.open}
         if self._guesses:
-            self._compile((name, "plain") for name in possible)
+            possible = {format.name for name in tensors for format in self.planner.offered(name)}
+            self.measuring.compile((name, "plain") for name in possible)
             return Prior(self.source, settings.n_threads).loss
-        path = self._work / "sensitivity.json"
-        curvatures, held_out = self._training[1], self._held_out
-        self._compile((name, "feedback" if self._feeds_back else "search") for name in possible)
-
-        def on_step(found: Sensitivity, done: int, of: int) -> None:
-            found.save(path)  # so that a run that is killed goes on from here
-            self._progress("measuring", "", done, of)
-
-        found = sensitivity.measure(
-            self._engine,
-            {name: self.source.tensors[name] for name in self.planner.open},
-            curvatures,
-            self._texts.judging[:PROBE_CHUNKS],
-            lambda tensor: self.planner.offered(tensor.name),
-            held_out=held_out,
-            with_feedback=self._feeds_back,
-            n_threads=settings.n_threads,
-            fingerprint=self.source.fingerprint,
-            known=Sensitivity.load(path) if settings.resume and path.exists() else None,
-            on_step=on_step,
-        )
-        return found.loss
-
-    def _compile(self, jobs: Iterable[Job]) -> None:
-        """Has the kernels at hand that round to these formats in these ways."""
-        needed = sorted({job for job in jobs if job[0] in GRIDS})
-        compile_ahead(needed, self.settings.n_threads, partial(self._progress, "compiling"))
+        return self.measuring.sensitivity(tensors, lambda tensor: self.planner.offered(tensor.name)).loss
 
     # The file.
 
     @property
     def _domains(self) -> dict[str, Chunks]:
         """The held-out texts that the result is compared with its source on."""
-        return self._texts.held_out if self.settings.report else {}
+        return self.measuring.texts.held_out if self.settings.report else {}
 
     @cached_property
     def _metadata(self) -> dict[str, Value]:
@@ -351,26 +258,16 @@ class Quantizer:
         """The tensors in the order of the file."""
         return [(name, self.source.tensors[name].shape, format) for name, format in plan.types.items()]
 
-    @property
-    def _measures(self) -> bool:
-        """Whether types are chosen by what the running model loses."""
-        settings = self.settings
-        return settings.budget.mix is None and settings.sensitivity is None and bool(settings.calibration)
-
-    @property
-    def _feeds_back(self) -> bool:
-        return self.settings.gptq != "off" and bool(self.settings.calibration)
-
     def _write(self, writer: Writer, plan: Plan, report: Report) -> None:
         """Rounds and writes what is still missing."""
         sizes = {name: math.prod(shape) for name, shape in report.shapes.items()}
         total, pending = sum(sizes.values()), list(writer.pending)
         done = total - sum(sizes[name] for name in pending)
-        self._compile((plan.types[name].name, self._way(name)) for name in pending)
+        self.measuring.compile((plan.types[name].name, self.measuring.way(name)) for name in pending)
         for name in pending:
             self._progress("quantizing", name, done, total)
             tensor, format = self.source.tensors[name], plan.types[name]
-            inputs = self._inputs(name) if format.name in GRIDS else Inputs()
+            inputs = self.measuring.inputs(name) if format.name in GRIDS else Inputs()
             try:
                 report.methods[name], pieces = encoding.encode(tensor, format, inputs, self.settings.n_threads)
                 for piece in pieces:
@@ -381,28 +278,15 @@ class Quantizer:
             done += sizes[name]
         self._progress("quantizing", "", total, total)
 
-    def _way(self, name: str) -> str:
-        """How a tensor is going to be rounded, one of kernels_ahead.WAYS."""
-        if self._statistics is None or self._statistics.importance(name) is None:
-            return "plain"
-        return "feedback" if self._feeds_back and name in self._training[1] else "search"
-
-    def _inputs(self, name: str) -> Inputs:
-        """What is known of what a matrix multiplies."""
-        importance = self._statistics.importance(name) if self._statistics is not None else None
-        if not self._feeds_back or name not in self._training[1]:
-            return Inputs(importance)
-        held_out = None if self.settings.gptq == "on" else self._held_out(name)
-        return Inputs(importance, self._training[1](name), held_out)
-
     def _compare(self, writer: Writer) -> dict[str, Domain]:
         """How far what was written is from its source."""
+        self.measuring.forget()
         path = comparison.under_a_name(writer.written(), writer.paths, self._work)
         found = {}
         with open_engine(path, n_ctx=CHUNK, n_threads=self.settings.n_threads, weights_as=None) as result:
             for name, chunks in self._domains.items():
                 tell = partial(self._progress, "comparing", name)
-                found[name] = Domain.of(comparison.compare(self._engine, result, chunks, tell))
+                found[name] = Domain.of(comparison.compare(self.measuring.engine, result, chunks, tell))
         return found
 
     @property
@@ -422,11 +306,13 @@ class Quantizer:
         return report
 
     def _report(self, plan: Plan) -> Report:
-        source, statistics = self.source, self._statistics
+        source, statistics = self.source, self.measuring.statistics
         types = sorted({tensor.format.name for tensor in source.tensors.values()})
         n_tokens = statistics.n_chunks * statistics.chunk_size if statistics else 0
         if statistics and self.settings.calibration and n_tokens < FEW_TOKENS:
-            self.notices.append(f"calibrated on {n_tokens:,} tokens only: {FEW_TOKENS:,} or more tell what matters")
+            self.measuring.notices.append(
+                f"calibrated on {n_tokens:,} tokens only: {FEW_TOKENS:,} or more tell what matters"
+            )
         return Report(
             source=str(source.path),
             source_types=tuple(types),
@@ -435,7 +321,7 @@ class Quantizer:
             shapes=self._shapes,
             fallbacks=list(plan.fallbacks),
             skipped=list(source.skipped),
-            notices=[*source.notices, *dict.fromkeys(self.notices)],
+            notices=[*source.notices, *dict.fromkeys(self.measuring.notices)],
             calibration=tuple(Path(name).name for name in statistics.datasets) if statistics else (),
             calibration_tokens=n_tokens,
             predicted_kld=plan.predicted_loss,
@@ -463,8 +349,3 @@ def _names(given: Names) -> tuple[str, ...]:
 def _n_processors() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _peak_memory() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak

@@ -10,6 +10,7 @@ from typing import Literal
 
 from edgert.errors import RequestError
 from edgert.quantize.allocation import Pins
+from edgert.quantize.formats import FORMATS
 from edgert.quantize.mixes import MIXES
 
 UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "tb": 10**12}
@@ -17,6 +18,7 @@ UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
 MEASURED_AS = 1  # changes whenever edgert measures in another way, so that nobody goes on with older measurements
 DEFAULT_BPW = 4.8  # what Q4_K_M takes of a model whose rows are multiples of 256
 CALIBRATION_TOKENS = 50_000
+DEFAULT = ("default",)  # the texts that come with the package
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 Gptq = Literal["auto", "on", "off"]
@@ -62,6 +64,13 @@ class Budget:
             return cls(size=n_bytes(value))
         return cls.named(value)
 
+    def about(self, n_weights: int) -> int:
+        """The bytes of so many weights, not quite: a mix has more bits than the type that it is named after."""
+        if self.size is not None:
+            return self.size
+        bits = self.bpw or FORMATS[MIXES[str(self.mix)]].bits_per_weight + 1
+        return int(bits * n_weights / 8)
+
     @classmethod
     def named(cls, name: object) -> Budget:
         """One of llama.cpp's mixes, or one type for all. Raises: RequestError."""
@@ -78,7 +87,7 @@ class Settings:
     calibration:  files and names of text sets; empty: none, quantize by the weights alone
     imatrix:      a file of importances to use in place of calibrating
     sensitivity:  a file that `edgert sensitivity` wrote, in place of measuring
-    max_memory:   bytes that input correlations may take at a time
+    max_memory:   bytes that the process may take at its peak; None: what suits the work
     """
 
     budget: Budget
@@ -91,7 +100,7 @@ class Settings:
     resume: bool = False
     seed: int = 0
     n_threads: int = 1
-    max_memory: int = 2 << 30
+    max_memory: int | None = None
     split_max_size: int | None = None
     report: bool = True
     report_text: tuple[str, ...] = ()

@@ -59,9 +59,16 @@ class SourceTensor(ABC):
         """All values, float32 in the tensor's shape."""
         return self.rows().reshape(self.shape)
 
+    def sample(self, n_rows: int) -> NDArray[np.float32]:
+        """Rows from all over the tensor, in runs of sixteen: float32 (n_rows, n_cols); all where there are fewer."""
+        if self.n_rows <= n_rows:
+            return self.rows()
+        starts = np.linspace(0, self.n_rows - 16, max(1, n_rows // 16)).astype(int)
+        return np.concatenate([self.rows(start, start + 16) for start in starts.tolist()])
+
     def slabs(self, n_bytes: int = _SLAB_BYTES) -> Iterable[tuple[int, int]]:
-        """Ranges of rows of about n_bytes in float32 each, which together are the tensor."""
-        step = max(1, n_bytes // (4 * self.n_cols))
+        """Ranges of rows of about n_bytes in float32 each, whole multiples of 64, which together are the tensor."""
+        step = max(64, n_bytes // (4 * self.n_cols) // 64 * 64)
         return ((start, min(start + step, self.n_rows)) for start in range(0, self.n_rows, step))
 
     @property

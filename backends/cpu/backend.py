@@ -187,19 +187,26 @@ class CpuBackend(Backend):
                 self._team.run(words)
             on_input(reads.matrix.names, reads.values(int(self._graph.header[reads.count])))
 
-    def replace(self, name: str, values: NDArray[np.float32]) -> None:
+    def replace(self, name: str, values: NDArray[np.float32], first: int = 0) -> None:
         places = self._graph.weights.find(name)
         shape = sum(part.rows.count for _, part in places), places[0][0].n_cols
-        if values.shape != shape:
-            raise ValueError(f"{name} has the shape {shape}, not {values.shape}")
+        n_rows, n_cols = values.shape
+        if n_cols != shape[1] or first + n_rows > shape[0]:
+            raise ValueError(f"{name} has the shape {shape}, not {values.shape} from row {first} on")
         for matrix, part in places:
             if not CODECS[matrix.codec].is_float:
                 raise UnsupportedFormatError(
                     f"Tensor {name} is held as {matrix.codec}, which cannot take other values: "
                     "load the model with weights_as='bf16' or 'f32'."
                 )
-            rows = values[part.rows.start : part.rows.start + part.rows.count]
-            pack_rows(self._team, self.isa, matrix.codec.upper(), encode(matrix.codec, rows), matrix, part)
+            start, stop = part.rows.start, part.rows.start + part.rows.count
+            low, high = max(first, start), min(first + n_rows, stop)
+            if low >= high:
+                continue
+            if (low - start) % self.isa.lanes or ((high - start) % self.isa.lanes and high != stop):
+                raise ValueError(f"{name}: rows {low} to {high} are no whole panels")
+            rows = encode(matrix.codec, values[low - first : high - first])
+            pack_rows(self._team, self.isa, matrix.codec.upper(), rows, matrix, part, low - start)
 
     def _lay_out(self, batch: Batch) -> tuple[Shape, int]:
         """Puts a batch into the buffers: the shape of the step, and how many logits are wanted."""

@@ -38,7 +38,7 @@ HELP = {
     "report": "Compare the result with the source on held-out text, and keep the figures in the file.",
     "report_text": "Held-out text, as --calibration; each is a domain of its own; may be given again.",
     "seed": "Which parts of the texts calibrate, which decide and which judge; 0: every eighth decides and judges.",
-    "max_memory": "What the correlations of inputs may take at a time.",
+    "max_memory": "What this process may take at its peak, such as 1.5GiB.  [what suits the work]",
     "split_max_size": "Write files with tensors of at most this size each; a larger tensor has a file of its own.",
     "allow_requantize": "Take a source that is quantized already; the report says so.",
 }
@@ -66,7 +66,7 @@ HELP = {
 @flag("--report-text", multiple=True, metavar="FILE|NAME", help=HELP["report_text"])
 @flag("-s", "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help=HELP["seed"])
 @flag("-t", "--threads", type=click.IntRange(0), default=0, help="Threads; 0: as many as suit this machine.")
-@flag("--max-memory", default="2GiB", show_default=True, help=HELP["max_memory"])
+@flag("--max-memory", help=HELP["max_memory"])
 @flag("--split-max-size", help=HELP["split_max_size"])
 @flag("--allow-requantize", is_flag=True, help=HELP["allow_requantize"])
 @json_flag

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ BAR = 40  # characters of the longest
     "--groups", type=click.IntRange(1), default=64, show_default=True, help="Probes at most, each a group of tensors."
 )
 @flag("--gptq/--no-gptq", default=True, show_default=True, help="Round with error feedback, as `quantize` does.")
+@flag("--max-memory", help="What this process may take at its peak, such as 1.5GiB.  [what suits the work]")
 @flag("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture too; needs edgert[plots].")
 @flag("-t", "--threads", type=click.IntRange(0), default=0, help="Threads; 0: as many as suit this machine.")
 @json_flag
@@ -76,80 +78,65 @@ def command(source: str, output_file: Path | None, png: Path | None, as_json: bo
 
 
 def measured(
-    source: Path, calibration: tuple[str, ...], tokens: int, types: str, groups: int, gptq: bool, threads: int
+    source: Path,
+    calibration: tuple[str, ...],
+    tokens: int,
+    types: str,
+    groups: int,
+    gptq: bool,
+    threads: int,
+    max_memory: str | None,
 ) -> Sensitivity:
     """Lets the model read, and probes it."""
     from edgert.devices.probe import default_threads
-    from edgert.quantize import encoding, sensitivity
+    from edgert.quantize import encoding
     from edgert.quantize.allocation import offered
-    from edgert.quantize.curvatures import Curvatures
-    from edgert.quantize.engine import open_engine
-    from edgert.quantize.feedback import TIED_DAMPING
     from edgert.quantize.formats import FORMATS
-    from edgert.quantize.kernels_ahead import compile_ahead
+    from edgert.quantize.measuring import Measuring
     from edgert.quantize.mixes import is_quantizable
-    from edgert.quantize.rounding import GRIDS
+    from edgert.quantize.settings import DEFAULT, Budget, Settings, n_bytes
     from edgert.quantize.source import open_source
-    from edgert.quantize.text_parts import TextParts
 
     chosen = [name.strip().upper() for name in types.split(",") if name.strip()] or None
     for name in chosen or ():
         if name not in FORMATS or FORMATS[name].decode is None:
             raise click.UsageError(f"--types: {name!r} is no type that edgert reads.")
-    n_threads = threads or default_threads()
-    with ProgressLine() as line, notices(line), TemporaryDirectory(prefix="edgert-") as folder:
-        line.show(f"loading {source.name}")
-
-        def compiled(done: int, of: int) -> None:
-            line.show(f"compiling, the first time only {bar(done / max(of, 1))} {done}/{of} kernels")
-
-        def rounding(name: str, done: int, of: int) -> None:
-            compiled(done, of)
-
-        def step(what: str) -> Any:
-            return lambda *seen: line.show(f"{what} {bar(seen[-2] / max(seen[-1], 1))} {seen[-2]} of {seen[-1]}")
-
-        with (
-            open_source(source, allow_requantize=True) as opened,
-            open_engine(opened, n_threads=n_threads, progress=compiled) as engine,
-        ):
-            if opened.is_quantized:
-                line.clear()
-                click.echo(
-                    f"note: {source} is quantized already. Types that hold its values exactly seem to cost nothing, "
-                    "and what is derived from them means little: measure the float original.",
-                    err=True,
-                )
-            types_of = {
-                name: offered(tensor.shape, chosen, chosen is None and encoding.lies_on_grid(tensor))
-                for name, tensor in opened.tensors.items()
-                if is_quantizable(name, tensor.shape)
-            }
-            matrices = {name: opened.tensors[name] for name, formats in types_of.items() if formats}
-            texts = TextParts.read(engine, calibration or None, (), 512, tokens)
-            n_cols = {name: tensor.n_cols for name, tensor in matrices.items()}
-            pair = []
-            for stage, chunks in (("calibrating", texts.training), ("holding out", texts.judging)):
-                one = Curvatures(Path(folder) / stage, {"token_embd.weight": TIED_DAMPING}, n_cols)
-                one.collect(engine, chunks, matrices, 2 << 30, on_chunk=step(stage))
-                pair.append(one)
-            seen = {name: tensor for name, tensor in matrices.items() if name in pair[0]}
-            needed = {format.name for name in seen for format in types_of[name]}
-            way = "feedback" if gptq else "search"
-            compile_ahead([(name, way) for name in sorted(needed) if name in GRIDS], n_threads, rounding)
-            return sensitivity.measure(
-                engine,
-                seen,
-                pair[0],
-                texts.judging[:8],
-                lambda tensor: types_of[tensor.name],
-                held_out=pair[1],
-                with_feedback=gptq,
-                max_groups=groups,
-                n_threads=n_threads,
-                fingerprint=opened.fingerprint,
-                on_step=step("measuring"),
+    settings = Settings(
+        Budget.of(None),
+        calibration=calibration or DEFAULT,
+        calibration_tokens=tokens,
+        gptq="auto" if gptq else "off",
+        n_threads=threads or default_threads(),
+        max_memory=None if max_memory is None else n_bytes(max_memory, "max_memory"),
+        report=False,
+    )
+    with (
+        ProgressLine() as line,
+        notices(line),
+        TemporaryDirectory(prefix="edgert-") as folder,
+        open_source(source, allow_requantize=True) as opened,
+    ):
+        if opened.is_quantized:
+            click.echo(
+                f"note: {source} is quantized already. Types that hold its values exactly seem to cost nothing, "
+                "and what is derived from them means little: measure the float original.",
+                err=True,
             )
+        types_of = {
+            name: offered(tensor.shape, chosen, chosen is None and encoding.lies_on_grid(tensor))
+            for name, tensor in opened.tensors.items()
+            if is_quantizable(name, tensor.shape)
+        }
+        matrices = {name: opened.tensors[name] for name, formats in types_of.items() if formats}
+
+        def on_progress(stage: str, name: str, done: float, total: float) -> None:
+            how = f"{bar(done / total)} {done:g} of {total:g}" if total > 1 else source.name
+            line.show(f"{stage} {how}")
+
+        shapes = {name: tensor.shape for name, tensor in matrices.items()}
+        with closing(Measuring(opened, settings, shapes, lambda: Path(folder), on_progress)) as measuring:
+            measuring.check()
+            return measuring.sensitivity(matrices, lambda tensor: types_of[tensor.name], groups)
 
 
 def as_text(formats: list[str], rows: list[dict[str, Any]], n_tokens: int) -> str:

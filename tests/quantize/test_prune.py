@@ -16,8 +16,8 @@ from edgert.cli.prune import command
 from edgert.errors import RequestError
 from edgert.quantize.engine import open_engine
 from edgert.quantize.gguf_file import GGUFFile
+from edgert.quantize.probing import Baseline
 from edgert.quantize.prune import OUTPUTS, REMOVED, prune, units_of
-from edgert.quantize.sensitivity import Baseline
 
 TinyModel = Callable[..., Path]
 TOKENS = np.array([1, 70, 80, 75, 90, 65, 72, 81, 66, 67, 68, 100, 101, 90], np.int32)

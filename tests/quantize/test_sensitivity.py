@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,10 +12,11 @@ import pytest
 from numpy.typing import NDArray
 
 from edgert.errors import EdgertError, ModelFileError
-from edgert.quantize import feedback, rounding, sensitivity
+from edgert.quantize import feedback, probing, rounding, sensitivity
 from edgert.quantize.feedback import Curvature
 from edgert.quantize.formats import FORMATS
-from edgert.quantize.sensitivity import Baseline, Sensitivity, groups_of
+from edgert.quantize.probing import Baseline, groups_of
+from edgert.quantize.sensitivity import Sensitivity
 from edgert.quantize.source_tensor import SourceTensor
 
 Floats = NDArray[np.float32]
@@ -61,9 +62,14 @@ class TwoLayers:
     def logits(self, tokens: NDArray[np.int32], first: int = 0) -> Floats:
         return self.observe(tokens, lambda *_: None)[first:]
 
-    def replace(self, name: str, values: Floats | None) -> None:
+    def pieces(self, tokens: NDArray[np.int32], first: int = 0) -> Iterator[Floats]:
+        return iter(np.array_split(self.logits(tokens, first), 3))
+
+    def replace(self, name: str, values: Floats | None, first: int = 0) -> None:
         self.replaced.append(name)
-        self.now[name] = self.own[name] if values is None else values
+        self.now[name] = self.own[name] if values is None else self.now[name].copy()
+        if values is not None:
+            self.now[name][first : first + len(values)] = values
 
     def tokenize(self, text: str, *, add_special: bool = True) -> NDArray[np.int32]:
         raise NotImplementedError
@@ -122,7 +128,7 @@ def test_divergence_of_the_likeliest_tokens_is_nearly_the_whole(engine: TwoLayer
 
 
 def test_one_probe_predicts_the_other_formats(engine: TwoLayers) -> None:
-    measured = sensitivity.measure(
+    measured = probing.measure(
         engine,
         engine.tensors,
         curvatures(engine, CHUNKS),
@@ -159,7 +165,7 @@ def test_what_was_found_is_not_measured_again(engine: TwoLayers, tmp_path: Path)
 
         formats = ("Q4_1", "Q8_0")
         seen = curvatures(engine, CHUNKS)
-        return sensitivity.measure(
+        return probing.measure(
             engine, engine.tensors, seen, CHUNKS, lambda tensor: formats, known=known, on_step=on_step
         )
 
@@ -184,14 +190,14 @@ def test_a_failure_leaves_the_models_own_values(engine: TwoLayers, monkeypatch: 
 
     monkeypatch.setattr(Baseline, "divergence", divergence)
     with pytest.raises(MemoryError):
-        sensitivity.probe(engine, engine.tensors, curvatures(engine, CHUNKS), CHUNKS)
+        probing.probe(engine, engine.tensors, curvatures(engine, CHUNKS), CHUNKS)
     assert all(engine.now[name] is engine.own[name] for name in engine.own)
 
 
 def test_errors_of_a_sample_stand_for_all_rows(engine: TwoLayers) -> None:
     curvature = curvatures(engine, CHUNKS)("output.weight")
     tensor = engine.tensors["output.weight"]
-    sample = sensitivity.errors_of(tensor, ["Q4_0", "F16"], curvature)
+    sample = probing.errors_of(tensor, ["Q4_0", "F16"], curvature)
     data = feedback.quantize(tensor.values, "Q4_0", curvature)
     whole = feedback.output_error(FORMATS["Q4_0"].dequantize(data) - tensor.values, curvature.hessian)
     whole /= feedback.output_error(tensor.values, curvature.hessian)

@@ -1,0 +1,237 @@
+"""What is measured of a source by running it: what its matrices read, and what their rounding costs the output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from functools import cached_property, partial
+from pathlib import Path
+
+from edgert.errors import DoesNotFitError
+from edgert.quantize import probing
+from edgert.quantize.calibration import Statistics
+from edgert.quantize.curvatures import Curvatures
+from edgert.quantize.encoding import Inputs
+from edgert.quantize.engine import Engine, Running, memory_of, open_engine
+from edgert.quantize.feedback import TIED_DAMPING
+from edgert.quantize.formats import Format
+from edgert.quantize.imatrix import check_of, read_imatrix, write_imatrix
+from edgert.quantize.kernels_ahead import Job, compile_ahead
+from edgert.quantize.memory import PLAIN, TEXTS, Limits, Work, megabytes, resident
+from edgert.quantize.progress import OnProgress
+from edgert.quantize.rounding import GRIDS
+from edgert.quantize.sensitivity import Sensitivity
+from edgert.quantize.settings import DEFAULT, Settings
+from edgert.quantize.source import Source
+from edgert.quantize.source_tensor import SourceTensor
+from edgert.quantize.text_parts import Chunks, TextParts
+
+CHUNK = 512  # tokens that the model reads at a time, as llama.cpp's imatrix has them
+PROBE_CHUNKS = 8  # that the model reads for each probe of its sensitivity
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Measuring:
+    """Measurements of an open source, each made when it is asked for first.
+
+    shapes:    of the matrices that may be rounded
+    folder:    where they lie, so that a resumed run finds them
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        settings: Settings,
+        shapes: Shapes,
+        folder: Callable[[], Path],
+        progress: OnProgress,
+    ) -> None:
+        self.source, self.settings = source, settings
+        self.notices: list[str] = []
+        self._shapes, self._folder, self._progress = shapes, folder, progress
+        self._resources = ExitStack()
+
+    def close(self) -> None:
+        self._resources.close()
+
+    @property
+    def feeds_back(self) -> bool:
+        return self.settings.gptq != "off" and bool(self.settings.calibration)
+
+    @property
+    def probes(self) -> bool:
+        """Whether types are chosen by what the running model loses."""
+        settings = self.settings
+        return settings.budget.mix is None and settings.sensitivity is None and bool(settings.calibration)
+
+    # Memory.
+
+    @cached_property
+    def _running(self) -> Running:
+        return memory_of(self.source, CHUNK)
+
+    @property
+    def _work(self) -> Work:
+        settings, running = self.settings, self._running
+        widest = max((shape[-1] for shape in self._shapes.values()), default=0)
+        n_weights = sum(tensor.n_rows * tensor.n_cols for tensor in self.source.tensors.values())
+        result = running.other + settings.budget.about(n_weights) if settings.report else 0
+        return Work(widest if self.probes or self.feeds_back else 0, running.logits, result)
+
+    @cached_property
+    def limits(self) -> Limits:
+        """What may be held at a time beside the running model."""
+        most = self.settings.max_memory
+        if most is None:
+            return Limits()
+        assert self.engine  # which counts as resident
+        return self._work.within(most - resident())
+
+    def check(self) -> None:
+        """Refuses a bound that cannot be kept, before the work. Raises: DoesNotFitError."""
+        most = self.settings.max_memory
+        if most is None:
+            return
+        from edgert.quantize import feedback_kernels  # noqa: F401 - brings Numba, a part of the program
+
+        remedy, parts, least = "Allow that much", "", resident()
+        if self.settings.calibration or self.settings.report:
+            model = self._running.weights + self._running.other
+            least += model + TEXTS + self._work.n_bytes(self._work.least)
+            parts = f", {model / 1e6:,.0f} MB of them for the running model"
+            remedy += f", or go without calibration and report, in {megabytes(resident() + PLAIN)}"
+        else:
+            least += PLAIN
+        if least > most:
+            raise DoesNotFitError(
+                f"{self.source.path} cannot be quantized within the {most / 1e6:,.0f} MB of max_memory: it takes "
+                f"{megabytes(least)} at least{parts}. {remedy}."
+            )
+
+    # Reading.
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The source, running."""
+        self._progress("loading", "", 0, 1)
+        engine = open_engine(
+            self.source,
+            n_ctx=CHUNK,
+            n_threads=self.settings.n_threads,
+            progress=partial(self._progress, "compiling", "the engine"),
+        )
+        self._resources.callback(engine.close)
+        return engine
+
+    @cached_property
+    def texts(self) -> TextParts:
+        settings = self.settings
+        texts = None if settings.calibration == DEFAULT else settings.calibration
+        return TextParts.read(
+            self.engine, texts, settings.report_text, CHUNK, settings.calibration_tokens, settings.seed
+        )
+
+    @cached_property
+    def statistics(self) -> Statistics | None:
+        """The importance of columns: from a file, or by letting the model read."""
+        if self.settings.imatrix is not None:
+            statistics = read_imatrix(self.settings.imatrix)
+            self.notices += check_of(statistics, self.settings.imatrix, self._shapes)
+            return statistics
+        return self._training[0] if self.settings.calibration else None
+
+    @cached_property
+    def _training(self) -> tuple[Statistics, Curvatures]:
+        """What all matrices read of the calibration text: mean squares, and correlations where they will be wanted."""
+        path = self._folder() / "imatrix.gguf"
+        known = self.settings.resume and path.exists()
+        statistics = read_imatrix(path) if known else Statistics(datasets=self.texts.names)
+        curvatures = self._collected("calibrating", self.texts.training, None if known else statistics)
+        if not known:
+            write_imatrix(path, statistics)
+        return statistics, curvatures
+
+    @property
+    def _curvatures(self) -> Curvatures:
+        return self._training[1]
+
+    @cached_property
+    def _held_out(self) -> Curvatures:
+        """The correlations in the text to judge by."""
+        return self._collected("judging", self.texts.judging, None)
+
+    def _collected(self, stage: str, chunks: Chunks, statistics: Statistics | None) -> Curvatures:
+        tied = {"token_embd.weight": TIED_DAMPING} if "output.weight" not in self.source.tensors else {}
+        n_cols = {name: shape[-1] for name, shape in self._shapes.items()}
+        curvatures = Curvatures(self._folder() / stage, tied, n_cols, self.limits.curvatures)
+        curvatures.collect(
+            self.engine,
+            chunks,
+            self._shapes if self.feeds_back or self.probes else (),
+            self.limits.hessians,
+            statistics=statistics,
+            resume=self.settings.resume,
+            on_chunk=partial(self._progress, stage, ""),
+        )
+        return curvatures
+
+    # Rounding.
+
+    def way(self, name: str) -> str:
+        """How a tensor is going to be rounded, one of kernels_ahead.WAYS."""
+        if self.statistics is None or self.statistics.importance(name) is None:
+            return "plain"
+        return "feedback" if self.feeds_back and name in self._curvatures else "search"
+
+    def inputs(self, name: str) -> Inputs:
+        """What is known of what a matrix multiplies."""
+        importance = self.statistics.importance(name) if self.statistics is not None else None
+        if not self.feeds_back or name not in self._curvatures:
+            return Inputs(importance)
+        held_out = None if self.settings.gptq == "on" else self._held_out(name)
+        return Inputs(importance, self._curvatures(name), held_out, self.limits.rows)
+
+    def compile(self, jobs: Iterable[Job]) -> None:
+        """Has the kernels at hand that round to these formats in these ways."""
+        needed = sorted({job for job in jobs if job[0] in GRIDS})
+        compile_ahead(needed, self.settings.n_threads, partial(self._progress, "compiling"))
+
+    def forget(self) -> None:
+        """Gives back what only rounding needs."""
+        for name in ("_training", "_held_out"):
+            curvatures = vars(self).get(name)
+            if curvatures is not None:
+                (curvatures[1] if isinstance(curvatures, tuple) else curvatures).forget()
+
+    def sensitivity(
+        self,
+        tensors: Mapping[str, SourceTensor],
+        offered: Callable[[SourceTensor], list[Format]],
+        max_groups: int = probing.MAX_GROUPS,
+    ) -> Sensitivity:
+        """What each of these tensors costs the output in each type that it is offered."""
+        path = self._folder() / "sensitivity.json"
+        curvatures, held_out = self._curvatures, self._held_out
+        possible = {format.name for tensor in tensors.values() for format in offered(tensor)}
+        self.compile((name, "feedback" if self.feeds_back else "search") for name in possible)
+
+        def on_step(found: Sensitivity, done: int, of: int) -> None:
+            found.save(path)  # so that a run that is killed goes on from here
+            self._progress("measuring", "", done, of)
+
+        return probing.measure(
+            self.engine,
+            tensors,
+            curvatures,
+            self.texts.judging[:PROBE_CHUNKS],
+            offered,
+            held_out=held_out,
+            with_feedback=self.feeds_back,
+            max_groups=max_groups,
+            n_bytes=self.limits.rows,
+            n_threads=self.settings.n_threads,
+            fingerprint=self.source.fingerprint,
+            known=Sensitivity.load(path) if self.settings.resume and path.exists() else None,
+            on_step=on_step,
+        )
