@@ -10,6 +10,7 @@ from pathlib import Path
 from edgert.errors import DoesNotFitError
 from edgert.quantize import probing
 from edgert.quantize.calibration import Statistics
+from edgert.quantize.calibration_text import BUILT_IN, MUCH
 from edgert.quantize.curvatures import Curvatures
 from edgert.quantize.encoding import Inputs
 from edgert.quantize.engine import Engine, Running, memory_of, open_engine
@@ -17,14 +18,14 @@ from edgert.quantize.feedback import TIED_DAMPING
 from edgert.quantize.formats import Format
 from edgert.quantize.imatrix import check_of, read_imatrix, write_imatrix
 from edgert.quantize.kernels_ahead import Job, compile_ahead
-from edgert.quantize.memory import PLAIN, TEXTS, Limits, Work, megabytes, resident
+from edgert.quantize.memory import PLAIN, TEXT_BYTE, Limits, Work, megabytes, resident
 from edgert.quantize.progress import OnProgress
 from edgert.quantize.rounding import GRIDS
 from edgert.quantize.sensitivity import Sensitivity
 from edgert.quantize.settings import DEFAULT, Settings
 from edgert.quantize.source import Source
 from edgert.quantize.source_tensor import SourceTensor
-from edgert.quantize.text_parts import Chunks, TextParts
+from edgert.quantize.text_parts import Chunks, TextParts, tokens_read
 
 CHUNK = 512  # tokens that the model reads at a time, as llama.cpp's imatrix has them
 PROBE_CHUNKS = 8  # that the model reads for each probe of its sensitivity
@@ -79,6 +80,15 @@ class Measuring:
         result = running.other + settings.budget.about(n_weights) if settings.report else 0
         return Work(widest if self.probes or self.feeds_back else 0, running.logits, result)
 
+    @property
+    def _text_bytes(self) -> int:
+        """What reading the texts leaves."""
+        settings = self.settings
+        most = MUCH * tokens_read(CHUNK, settings.calibration_tokens)
+        names = BUILT_IN if settings.calibration == DEFAULT else (*settings.calibration, *settings.report_text)
+        files = [path for path in (BUILT_IN.get(name, Path(name)) for name in names) if path.is_file()]
+        return TEXT_BYTE * sum(min(path.stat().st_size, most) for path in files)
+
     @cached_property
     def limits(self) -> Limits:
         """What may be held at a time beside the running model."""
@@ -98,7 +108,7 @@ class Measuring:
         remedy, parts, least = "Allow that much", "", resident()
         if self.settings.calibration or self.settings.report:
             model = self._running.weights + self._running.other
-            least += model + TEXTS + self._work.n_bytes(self._work.least)
+            least += model + self._text_bytes + self._work.n_bytes(self._work.least)
             parts = f", {model / 1e6:,.0f} MB of them for the running model"
             remedy += f", or go without calibration and report, in {megabytes(resident() + PLAIN)}"
         else:

@@ -11,9 +11,11 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-SPARE = 32 << 20  # compiled code, and what the allocator keeps of what was given back
-ROWS_IN_WORK = 6  # times the rows' floats that rounding takes: turned, with what is still to be met, with gradients
-TEXTS = 64 << 20  # what reading calibration text leaves
+# What comes beside: LLVM's code, which the engine gives back and the loading of rounding's kernels brings again (52 MB
+# of files), the kernels, and what the allocator keeps of what was freed. Measured on x86-64 Linux, as are the others.
+SPARE = 88 << 20
+ROWS_IN_WORK = 9  # times the rows' floats that rounding takes: turned, with what is still to be met, with gradients
+TEXT_BYTE = 80  # what a byte of text leaves behind when it has been rendered and tokenized
 PLAIN = 64 << 20  # what rounding without calibration takes beside the program
 
 
@@ -56,9 +58,9 @@ class Work:
         """The most that is held at once."""
         reading = limits.hessians + self.square  # the product of a piece of text, before it is added
         kept = 3 * self.square * limits.curvatures  # a Hessian and its factor, and the held-out Hessian
-        making = 7 * self.square  # a factor: three matrices of float64 and the Hessian
-        rounding = ROWS_IN_WORK * limits.rows
-        return SPARE + max(reading, kept + making, kept + rounding + self.logits, 2 * self.logits + self.result)
+        making = kept + 5 * self.square  # the last one's factor: beside its Hessian three matrices of float64
+        rounding = kept + ROWS_IN_WORK * limits.rows + self.logits
+        return SPARE + max(reading, making, rounding, 2 * self.logits + self.result)
 
     def within(self, room: int) -> Limits:
         """The largest limits that keep to so many bytes; the least where none does."""

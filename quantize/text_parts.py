@@ -54,8 +54,7 @@ class TextParts:
         Raises: EdgertError for a text that cannot be read.
         """
         n_pieces = max(1, n_tokens // n_ctx)
-        # Pieces are taken in their order from the first on, unless they are shuffled; one text may have to give all.
-        most = None if seed else n_ctx * PERIOD * max(-(-n_pieces // (PERIOD - 2)) + 1, MOST)
+        most = None if seed else tokens_read(n_ctx, n_tokens)
         if calibration is None:
             texts = default_texts(engine, most)
         else:
@@ -86,6 +85,11 @@ class TextParts:
         label = _label(name)
         taken = [one for one in self.held_out if one == label or re.fullmatch(re.escape(label) + r"-\d+", one)]
         self.held_out[f"{label}-{len(taken) + 1}" if taken else label] = pieces
+
+
+def tokens_read(n_ctx: int, n_tokens: int) -> int:
+    """Of each text at most: pieces are taken in order, unless a seed shuffles them, and one may have to give all."""
+    return n_ctx * PERIOD * max(-(-n_tokens // (n_ctx * (PERIOD - 2))) + 1, MOST)
 
 
 def _by_turns(texts: Sequence[Chunks]) -> Chunks:

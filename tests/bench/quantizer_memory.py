@@ -2,6 +2,7 @@
 
     python tests/bench/quantizer_memory.py /tmp/3b                    # makes 6.4 GB, then quantizes them
     python tests/bench/quantizer_memory.py /tmp/small --n-embd 512 --n-ff 1536 --n-layer 4 --n-head 8 --n-head-kv 2
+    python tests/bench/quantizer_memory.py /tmp/small --max-memory 700MB     # calibrates, measures and compares
 
 The largest tensor is counted in the bytes that it has in the source, bfloat16. The numbers are those of the child
 process alone. A folder that holds the checkpoint already is used again.
@@ -20,6 +21,8 @@ from pathlib import Path
 import click
 import numpy as np
 from numpy.typing import NDArray
+
+from edgert.quantize.settings import n_bytes
 
 DRAWN = 1 << 22  # values at a time
 SHARD_BYTES = 1 << 30
@@ -161,8 +164,8 @@ def _write_tokenizer(folder: Path, n_vocab: int) -> None:
 
 
 def measure(folder: Path, out: Path, *flags: str) -> tuple[int, float]:
-    """Runs `edgert quantize --fast`; its peak of resident memory in bytes, and the seconds that it took."""
-    command = [sys.executable, "-c", _CHILD, "quantize", str(folder), "-o", str(out), "--fast", *flags]
+    """Runs `edgert quantize`; its peak of resident memory in bytes, and the seconds that it took."""
+    command = [sys.executable, "-c", _CHILD, "quantize", str(folder), "-o", str(out), *flags]
     start = time.monotonic()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return int(done.stdout.splitlines()[-1]), time.monotonic() - start
@@ -189,17 +192,20 @@ sys.exit(code)
 @click.option("--n-vocab", default=128256, show_default=True)
 @click.option("--type", "types", default=("q4_k_m",), multiple=True, show_default=True, help="May be given again.")
 @click.option("--threads", default=2, show_default=True)
-def main(folder: Path, types: tuple[str, ...], threads: int, **sizes: int) -> None:
+@click.option("--max-memory", help="Calibrate within so much memory, instead of --fast.")
+def main(folder: Path, types: tuple[str, ...], threads: int, max_memory: str | None, **sizes: int) -> None:
     shape = Shape(**sizes)
     if not (folder / "tokenizer_config.json").exists():
         start = time.monotonic()
         write_checkpoint(folder, shape)
         click.echo(f"made {folder} in {time.monotonic() - start:.0f} s")
-    bound = 3 * shape.largest + ALLOWED
+    bound, how = 3 * shape.largest + ALLOWED, ("--fast",)
+    if max_memory is not None:
+        bound, how = n_bytes(max_memory), ("--max-memory", max_memory, "--tokens", "8192")
     click.echo(f"largest tensor {shape.largest / 1e6:,.0f} MB in the source; allowed {bound / 1e6:,.0f} MB")
     for name in types:
         out = folder / "out.gguf"
-        peak, seconds = measure(folder, out, "--type", name, "-t", str(threads))
+        peak, seconds = measure(folder, out, *how, "--type", name, "-t", str(threads))
         verdict = "within" if peak <= bound else "MORE THAN ALLOWED"
         click.echo(
             f"{name}: peak {peak / 1e6:,.0f} MB ({verdict}), {seconds:.1f} s, {out.stat().st_size / 1e6:,.0f} MB"

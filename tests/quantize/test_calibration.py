@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
+from edgert import calibration_engine
 from edgert.errors import ContextFullError, EdgertError
 from edgert.quantize.calibration import Statistics, calibrate, hessian_passes, inputs_of
 from edgert.quantize.engine import open_engine
@@ -106,7 +107,7 @@ def test_inputs_that_are_not_finite_are_named() -> None:
         Statistics().add(["blk.0.ffn_down.weight"], np.array([[1.0, np.nan]], np.float32))
 
 
-def test_engine(engine: Any) -> None:
+def test_engine(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = CHUNKS[0]
     whole = engine.logits(tokens).copy()
     assert whole.shape == (150, 384)
@@ -118,6 +119,14 @@ def test_engine(engine: Any) -> None:
     np.testing.assert_array_equal(engine.logits(tokens), whole)
     short = engine.logits(tokens[:100], first=90)  # padded to whole windows
     np.testing.assert_allclose(short, whole[90:100], atol=0.05)
+    monkeypatch.setattr(calibration_engine, "PIECE_BYTES", 1)  # pieces of a window
+    pieces = [piece.copy() for piece in engine.pieces(tokens, first=40)]
+    assert [len(piece) for piece in pieces] == [24, 64, 22]
+    np.testing.assert_allclose(np.concatenate(pieces), whole[40:], atol=1e-4)
+    engine.replace("output.weight", np.zeros((64, 128), np.float32), first=64)
+    assert not engine.logits(tokens)[:, 64:128].any()
+    engine.replace("output.weight", None)  # from several pieces of the file
+    np.testing.assert_array_equal(engine.logits(tokens), whole)
     with pytest.raises(ContextFullError):
         engine.logits(np.zeros(161, np.int32))
     assert engine.tokenize("Hello world").dtype == np.int32
