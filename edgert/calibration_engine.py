@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -165,9 +166,9 @@ class CalibrationEngine:
             self._backend.replace(name, values, first)
             return
         tensor = self._model.tensor(name)
-        rows = _rows(tensor.shape[-1])
-        for start in range(0, tensor.shape[0], rows):
-            self._backend.replace(name, tensor.rows(start, min(start + rows, tensor.shape[0])), start)
+        n, rows = math.prod(tensor.shape[:-1]), _rows(tensor.shape[-1])
+        for start in range(0, n, rows):
+            self._backend.replace(name, tensor.rows(start, min(start + rows, n)), start)
 
     def close(self) -> None:
         self._backend.close()

@@ -23,7 +23,7 @@ from gguf import GGMLQuantizationType as Type
 from edgert.errors import DoesNotFitError, EdgertError, RequestError
 from edgert.quantize import Report, quantize
 from edgert.quantize.gguf_file import GGUFFile
-from edgert.quantize.quantizer import Quantizer
+from edgert.quantize.measuring import Measuring
 from edgert.quantize.report import from_metadata
 
 TinyModel = Callable[..., Path]
@@ -92,7 +92,7 @@ def test_a_disk_without_room_is_told_before_the_measuring(
     floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-    monkeypatch.setattr(Quantizer, "_engine", None)  # whoever measures fails
+    monkeypatch.setattr(Measuring, "engine", None)  # whoever measures fails
     with pytest.raises(DoesNotFitError, match=r"needs 1\.\d MB more and its disk has 0\.0 MB free"):
         quantize(floats, tmp_path / "out.gguf", budget=5.0)
     with pytest.raises(DoesNotFitError, match="its disk has"):

@@ -192,7 +192,7 @@ def test_resuming_measures_nothing_again(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Stopped when all was measured and nothing written; what goes on may neither calibrate nor probe."""
-    from edgert.quantize import calibration, encoding, sensitivity
+    from edgert.quantize import calibration, encoding, probing
 
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -210,7 +210,7 @@ def test_resuming_measures_nothing_again(
     assert cli.run([*command_line, "-t", "1"]) == 130
     monkeypatch.undo()
     for name in ("Baseline", "errors_of"):
-        monkeypatch.setattr(sensitivity, name, stop)
+        monkeypatch.setattr(probing, name, stop)
     monkeypatch.setattr(calibration, "hessian_passes", passes)
     assert cli.run([*command_line, "-t", "1", "--resume"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf", "text.txt"]
@@ -227,9 +227,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_a_name_that_cannot_be_written_is_refused_before_the_work(
     tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    from edgert.quantize.quantizer import Quantizer
+    from edgert.quantize.measuring import Measuring
 
-    monkeypatch.setattr(Quantizer, "_engine", None)  # whoever measures fails
+    monkeypatch.setattr(Measuring, "engine", None)  # whoever measures fails
     source = tiny_model("llama", quant=Type.BF16)
     (tmp_path / "folder").mkdir()
     assert "a folder or device has that name" in refusal(capsys, source, "-o", tmp_path / "folder")
