@@ -65,15 +65,15 @@ def pack(isa: Isa, name: str, raw: np.ndarray, n_cols: int) -> np.ndarray:
 
 
 def quantize(isa: Isa, x: np.ndarray, form: str = "int8") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """int8 rows and words by the kernel, and the rows that these stand for."""
+    """int8 rows and words by the kernel, and the rows that these stand for (of the form "int8")."""
     n, n_cols = x.shape
-    out, words = aligned(n * n_cols), aligned(n * n_cols // 2)
+    out, words = aligned((n + n % 2) * n_cols), aligned(n * n_cols // 2)
     header = np.array([n, 0], np.int64)
     arguments = [0] * 19
     arguments[0:8] = [x.ctypes.data, x.strides[0], 0, n_cols, header[1:].ctypes.data, header.ctypes.data,
                       out.ctypes.data, words.ctypes.data]  # fmt: skip
     run(isa, compiler.name_of("rows", source="plain", form=form), arguments)
-    integers = out.view(np.int8).reshape(n, n_cols // 32, 32)
+    integers = out[: n * n_cols].view(np.int8).reshape(n, n_cols // 32, 32)
     scales = words.view(np.float32).reshape(n, n_cols // 32, 4)[..., :1]
     return out, words, (integers * scales.astype(np.float64)).reshape(n, n_cols)
 
@@ -95,6 +95,12 @@ def test_products_of_every_format(chosen: Isa, name: str):
     run(chosen, compiler.name_of("product", codec=CODEC_OF[name], width=1, epilogue="store"), where, n_threads=2)
     # Every type is held exactly: what differs are float32 sums.
     assert np.abs(y[:n_tokens] - expected).max() < 2e-6 * np.abs(weights).max() * np.abs(activations).sum(1).max()
+    if chosen.matrix:  # the same sums, of two rows and two tokens at once
+        pairs, together = quantize(chosen, x, "pairs")[0], np.zeros_like(y)
+        where[1], where[3] = pairs.ctypes.data, together.ctypes.data
+        parameters = {"codec": CODEC_OF[name], "width": n_tokens, "epilogue": "store", "form": "pairs"}
+        run(chosen, compiler.name_of("product", **parameters), where, n_threads=2)
+        np.testing.assert_array_equal(together[:n_tokens], y[:n_tokens])
 
 
 @every_format
