@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from edgert.errors import DoesNotFitError, RequestError
-from edgert.quantize.formats import FORMATS, Format
+from edgert.quantize.formats import FORMATS, WRITABLE, Format
 from edgert.quantize.gguf_layout import DEFAULT_ALIGNMENT, tensor_bytes
 
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors by name, rows before columns
@@ -203,11 +203,9 @@ class Pins:
 
 
 def _format(flag: str, name: str) -> Format:
-    found = FORMATS.get(name.upper())
-    if found is None or found.decode is None:
-        known = ", ".join(n for n, one in FORMATS.items() if one.decode)
-        raise RequestError(flag, f"names {name!r}, which is none of {known}")
-    return found
+    if name.upper() not in WRITABLE:
+        raise RequestError(flag, f"names {name!r}, which is none of {', '.join(WRITABLE)}")
+    return FORMATS[name.upper()]
 
 
 def _matches(flag: str, pattern: str, shapes: Shapes) -> list[str]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from edgert.backends.base import Backend, Batch, OnInput, Verdict
 from edgert.backends.cpu import compiler
 from edgert.backends.cpu.cache import PagedCache, cache_type
+from edgert.backends.cpu.copies import Keeper
 from edgert.backends.cpu.footprint import N_BATCH, check_fit
 from edgert.backends.cpu.graph import (
     N_NARROW,
@@ -107,6 +108,7 @@ class CpuBackend(Backend):
         self._fingerprint = _fingerprint(file, a)
         self._progress = progress
         self._closed = False
+        self._keeper: Keeper | None = None
         compiler.addresses([*TEAM_KERNELS, *sorted(packing)], self.isa, progress)
         team = beside._team if isinstance(beside, CpuBackend) and beside.isa == self.isa else None
         if team and team.n_threads != n_threads:
@@ -114,7 +116,8 @@ class CpuBackend(Backend):
         self._owns_team = team is None
         self._team: Team = team or Team(n_threads, self.isa)
         try:
-            weights = pack_model(a, Packer(file, self.isa, self._team, weights_as))
+            packer = Packer(file, self.isa, self._team, weights_as)
+            weights = pack_model(a, packer)
             pages = -(-n_positions // PAGE) + n_seq_max
             windows, heads = zip(*((layer.window, layer.n_head_kv) for layer in a.layers), strict=True)
             self._cache = PagedCache(windows, heads, a.head_dim, n_seq_max, self.n_ctx, pages, self.n_batch, *types)
@@ -129,6 +132,7 @@ class CpuBackend(Backend):
             if CACHE_TYPES[types[0]].refined and not _sees_shifts(a):
                 self._center_keys()
             self.fingerprint = repr(sorted(self._session_facts().items()))
+            self._keeper = packer.keep()
         except BaseException:
             self.close()
             raise
@@ -412,6 +416,8 @@ class CpuBackend(Backend):
         }
 
     def close(self) -> None:
+        if self._keeper:
+            self._keeper.stop()
         if self._owns_team:
             self._team.close()
         self._closed = True

@@ -9,6 +9,7 @@ another machine, or another EDGERT_ISA never meets old code. A warm start import
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib
@@ -33,6 +34,7 @@ from edgert.errors import BackendUnavailableError
 
 logger = logging.getLogger(__name__)
 
+Kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)  # thread, n_threads, arguments
 Progress = Callable[[int, int], None]  # kernels done, kernels in all
 
 
@@ -51,7 +53,7 @@ _IMPORT = re.compile(r"^from edgert\.backends\.cpu\.([\w.]+) import", re.MULTILI
 
 
 @functools.cache
-def _sources(module: str) -> str:
+def sources(module: str) -> str:
     """A hash of a kernel module's source and of all that it imports from this package."""
     folder = Path(__file__).parent
     found, left = {}, [f"kernels.{module}"]
@@ -63,13 +65,17 @@ def _sources(module: str) -> str:
     return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()[:16]
 
 
+def cache_root() -> Path:
+    """Where all that can be made again is kept."""
+    return Path(os.environ.get("EDGERT_CACHE") or platformdirs.user_cache_dir("edgert"))
+
+
 @functools.cache
 def cache_folder(isa: Isa) -> Path:
     """Where the object code for this machine, instruction set and compiler lies."""
     versions = [metadata.version("numba"), metadata.version("llvmlite"), sys.version_info[:2]]
     key = json.dumps([*versions, isa.machine, isa.name, isa.cpu, isa.features])
-    root = os.environ.get("EDGERT_CACHE") or platformdirs.user_cache_dir("edgert")
-    return Path(root) / "kernels" / hashlib.sha256(key.encode()).hexdigest()[:16]
+    return cache_root() / "kernels" / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 _spare: list[tempfile.TemporaryDirectory[str]] = []  # what this process compiled and could not keep
@@ -77,7 +83,7 @@ _spare: list[tempfile.TemporaryDirectory[str]] = []  # what this process compile
 
 def object_file(name: str, isa: Isa) -> Path:
     """Where a kernel's object code is kept, for the present sources."""
-    folder, file = cache_folder(isa), f"{name}.{_sources(parse_name(name)[0])}.o"
+    folder, file = cache_folder(isa), f"{name}.{sources(parse_name(name)[0])}.o"
     if _spare and not _exists(folder / file):
         return Path(_spare[0].name) / "kernels" / folder.name / file
     return folder / file
@@ -146,8 +152,6 @@ _NEVER_CALLED = (
 
 
 def _define_helpers(binding: Any) -> None:
-    import ctypes
-
     abort = ctypes.cast(ctypes.pythonapi.Py_FatalError, ctypes.c_void_p).value
     for name in _NEVER_CALLED:
         if not binding.address_of_symbol(name):

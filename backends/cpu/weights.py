@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.cpu import compiler
+from edgert.backends.cpu import compiler, copies
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.layouts import BLOCK, CODEC_OF, CODECS, n_panels
 from edgert.backends.cpu.memory import Arena
 from edgert.backends.cpu.team import Team
 from edgert.errors import UnsupportedFormatError
 from edgert.quantize.formats import FORMATS, check_finite
-from edgert.quantize.gguf_file import Model
+from edgert.quantize.gguf_file import GGUFFile, Model
 
-BUFFER_BYTES = 4 << 20  # of raw rows read at a time
+BUFFER_BYTES = 1 << 20  # of raw rows read at a time, so that they are packed from a core's own cache
 CHUNK_BYTES = 32 << 20  # of packed weights allocated at a time
 FLOAT_CODECS = ("f32", "f16", "bf16")
 
@@ -63,7 +65,7 @@ class Matrix:
 
 
 class Packer:
-    """Packs the tensors of one file through one small buffer.
+    """Packs the tensors of one file through small buffers, or takes them from a copy that was kept of them packed.
 
     codec:  a float codec that all matrices are dequantized to; None: each keeps its own type, which takes a GGUFFile
     """
@@ -73,8 +75,12 @@ class Packer:
         self._all_as = codec
         self._isa = isa
         self._team = team
-        self._buffer = np.empty(0, np.uint8)
+        self._buffers = threading.local()
+        self._pool = ThreadPoolExecutor(team.n_threads, "edgert-pack")  # each reads and packs: neither waits
         self._arena = Arena(CHUNK_BYTES)
+        self._key = copies.key(file.paths, isa) if codec is None and isinstance(file, GGUFFile) else None
+        self._copy = copies.find(self._key, isa, team) if self._key else None
+        self._made: list[tuple[str, NDArray[np.uint8]]] = []
 
     @staticmethod
     def kernels(file: Model[Any], names: Sequence[str], codec: str | None = None) -> set[str]:
@@ -96,7 +102,14 @@ class Packer:
                     f"the cpu backend runs multiples of {BLOCK}."
                 )
             found.add(compiler.name_of("repack", format=codec.upper() if codec else tensor.format.name))
+        if codec is None and isinstance(file, GGUFFile) and copies.is_worthwhile(file.paths):
+            found.update(copies.KERNELS)
         return found
+
+    def keep(self) -> copies.Keeper | None:
+        """Begins to write a copy of what was packed, if one pays and none was there."""
+        self._pool.shutdown()
+        return copies.Keeper(self._key, self._isa, self._made) if self._key and self._made else None
 
     def pack(self, names: Sequence[str | Rows]) -> list[Matrix]:
         """Packs tensors with equal columns one below the other; neighbours of the same codec become one matrix."""
@@ -172,15 +185,20 @@ class Packer:
         n_cols = self._file.tensor(group[0].name).n_cols
         n_rows = sum(rows.count for rows in group)
         panels = n_panels(n_rows, 2 * lanes) * 2
-        data = self._arena.take(panels * codec.panel_bytes(n_cols, lanes))
+        n_bytes = panels * codec.panel_bytes(n_cols, lanes)
+        label = f"{codec.name} {interleave} {group}"
+        copied = self._copy.take(label, n_bytes) if self._copy else None
+        data = self._arena.take(n_bytes) if copied is None else copied
         parts, first = [], 0
         for i, rows in enumerate(group):
             at, step = (i, len(group)) if interleave else (first, 1)
             parts.append(Part(rows, at, step))
             first += n_panels(rows.count, lanes)
         matrix = Matrix(codec.name, n_rows, n_cols, panels, data, tuple(parts), self._bias(group, panels))
-        for part in parts:
-            self._pack_part(matrix, part)
+        if copied is None:
+            for part in parts:
+                self._pack_part(matrix, part)
+            self._made.append((label, data))
         return matrix
 
     def _pack_part(self, matrix: Matrix, part: Part) -> None:
@@ -194,16 +212,24 @@ class Packer:
                 rows = encode(self._all_as, tensor.rows(start + row, start + stop))
                 pack_rows(self._team, self._isa, self._all_as.upper(), rows, matrix, part, row)
             return
-        rows_at_once = max(1, BUFFER_BYTES // (tensor.row_bytes * lanes)) * lanes
-        for row in range(0, part.rows.count, rows_at_once):
-            n_rows = min(rows_at_once, part.rows.count - row)
-            n_bytes = n_rows * tensor.row_bytes
-            if len(self._buffer) < n_bytes:
-                self._buffer = np.empty(n_bytes, np.uint8)
-            raw = self._buffer[:n_bytes]
+        at_once = max(1, BUFFER_BYTES // (tensor.row_bytes * lanes)) * lanes
+
+        def work(row: int) -> None:
+            n = min(at_once, part.rows.count - row)
+            raw = self._buffer(n * tensor.row_bytes).reshape(n, tensor.row_bytes)
             tensor.read_into(raw, (start + row) * tensor.row_bytes)
             check_finite(tensor, raw)
-            pack_rows(self._team, self._isa, tensor.format.name, raw.reshape(n_rows, -1), matrix, part, row)
+            pack_rows(None, self._isa, tensor.format.name, raw, matrix, part, row)
+
+        for _ in self._pool.map(work, range(0, part.rows.count, at_once)):
+            pass
+
+    def _buffer(self, n_bytes: int) -> NDArray[np.uint8]:
+        """Bytes of the calling thread's own."""
+        held: NDArray[np.uint8] | None = getattr(self._buffers, "bytes", None)
+        if held is None or len(held) < n_bytes:
+            held = self._buffers.bytes = np.empty(n_bytes, np.uint8)
+        return held[:n_bytes]
 
 
 def _bias_of(name: str) -> str:
@@ -211,15 +237,21 @@ def _bias_of(name: str) -> str:
 
 
 def pack_rows(
-    team: Team, isa: Isa, format: str, rows: NDArray[np.uint8], matrix: Matrix, part: Part, first_row: int = 0
+    team: Team | None, isa: Isa, format: str, rows: NDArray[np.uint8], matrix: Matrix, part: Part, first_row: int = 0
 ) -> None:
-    """Packs rows of a GGUF type, uint8 (n, row_bytes), into a tensor's place; first_row begins a panel."""
+    """Packs rows of a GGUF type, uint8 (n, row_bytes), into a tensor's place; first_row begins a panel.
+
+    team:  who shares the work; None: the calling thread alone
+    """
     name = compiler.name_of("repack", format=format)
     address = compiler.addresses([name], isa)[name]
     panel = part.first + first_row // isa.lanes * part.step
     where = [rows.ctypes.data, rows.shape[1], len(rows), matrix.n_cols, matrix.data.ctypes.data, panel, part.step]
     arguments = np.array(where, np.int64)
-    team.run(np.array([[address, arguments.ctypes.data, 1]], np.int64))
+    if team:
+        team.run(np.array([[address, arguments.ctypes.data, 1]], np.int64))
+    else:
+        compiler.Kernel(address)(0, 1, arguments.ctypes.data)
 
 
 def encode(codec: str, values: NDArray[np.float32]) -> NDArray[np.uint8]:

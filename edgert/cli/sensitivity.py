@@ -91,7 +91,7 @@ def measured(
     from edgert.devices.probe import default_threads
     from edgert.quantize import encoding
     from edgert.quantize.allocation import offered
-    from edgert.quantize.formats import FORMATS
+    from edgert.quantize.formats import WRITABLE
     from edgert.quantize.measuring import Measuring
     from edgert.quantize.mixes import is_quantizable
     from edgert.quantize.settings import DEFAULT, Budget, Settings, n_bytes
@@ -99,8 +99,8 @@ def measured(
 
     chosen = [name.strip().upper() for name in types.split(",") if name.strip()] or None
     for name in chosen or ():
-        if name not in FORMATS or FORMATS[name].decode is None:
-            raise click.UsageError(f"--types: {name!r} is no type that edgert reads.")
+        if name not in WRITABLE:
+            raise click.UsageError(f"--types: {name!r} is no type that edgert quantizes to.")
     settings = Settings(
         Budget.of(None),
         calibration=calibration or DEFAULT,

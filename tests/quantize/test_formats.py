@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from edgert.errors import ModelFileError, UnsupportedFormatError
 from edgert.quantize import formats
 from edgert.quantize.formats import BY_ID, DECODABLE, FORMATS
+from edgert.quantize.rounding import GRIDS
 
 PROMISED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 PROMISED += ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "Q1_0", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4")
@@ -50,6 +51,10 @@ def ggml() -> ctypes.CDLL:
 
 def test_the_promised_formats_are_decoded() -> None:
     assert set(DECODABLE) == set(PROMISED)
+
+
+def test_the_writable_formats_are_those_with_a_grid() -> None:
+    assert set(formats.WRITABLE) == {*GRIDS, "F32", "F16", "BF16"}
 
 
 @pytest.mark.parametrize("kind", list(GGML_QUANT_SIZES), ids=lambda kind: kind.name)
