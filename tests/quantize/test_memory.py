@@ -21,6 +21,7 @@ pytest.importorskip("tokenizers", reason="it reads tokenizer.json: pip install e
 BENCH = Path(__file__).parents[1] / "bench"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the peak")
 def test_a_small_model_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Three times the largest tensor, as the source stores it, and 200 MB; the kernels not yet compiled."""

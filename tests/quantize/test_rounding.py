@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,11 @@ from edgert.quantize.formats import FORMATS
 from edgert.quantize.rounding import GRIDS, quantize
 
 NAMES = list(GRIDS)
+
+
+def one_of_each_kind(*quick: str) -> list[Any]:
+    """All formats, of which others than these, with kernels of their own to be compiled, are left to the slow tests."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 
 
 def different(
@@ -52,7 +58,7 @@ def test_plain_is_ggmls_byte_for_byte(name: str):
         assert not len(different(name, hard_rows(n_cols, seed)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", one_of_each_kind("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "IQ4_NL"))
 def test_ggmls_use_of_importance_byte_for_byte(name: str):
     values = hard_rows(1280, 2)
     rng = np.random.default_rng(3)
