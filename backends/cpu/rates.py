@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from edgert.backends.base import Backend, Batch
-from edgert.backends.cpu.footprint import Footprint
+from edgert.backends.cpu.footprint import Footprint, footprint
 from edgert.backends.cpu.isa import select
 from edgert.devices import measure, probe
 from edgert.devices.notes import Notes
 from edgert.quantize.architecture import Architecture, is_matrix
 
 Heads = tuple[int, int, int]  # n_head, n_head_kv, head_dim
+Types = tuple[str | None, str | None]
 USUAL: Heads = (9, 3, 64)  # SmolLM2's, whose kernels are there for most
 WEIGHTS = 28_000_000  # of the random model: more than caches near the cores hold, and soon computed
 CHUNK, DEPTH = 512, 4096  # tokens of a prefill step, and cached ones before it
@@ -77,28 +78,37 @@ class Rates:
         )
 
 
-def rates(n_threads: int | None = None, heads: Heads = USUAL, *, fresh: bool = False, progress: Any = None) -> Rates:
+def rates(
+    n_threads: int | None = None,
+    heads: Heads = USUAL,
+    types: Types = (None, None),
+    *,
+    fresh: bool = False,
+    progress: Any = None,
+) -> Rates:
     """This machine's rates for heads of a shape, from the notes of an earlier measurement unless `fresh`.
+
+    types:  of cached keys and values, which attention unpacks at rates of their own; None: the backend's choice
 
     Measuring takes two seconds, and ten more where kernels are compiled first.
     """
     n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
     isa = select(None).name
-    notes, key = Notes("rates"), _key(n_threads, isa, heads)
+    notes, key = Notes("rates"), _key(n_threads, isa, heads, types)
     found = None if fresh else _noted(notes.get(key))
     if found is None:
-        found = _measured(n_threads, isa, heads, progress)
+        found = _measured(n_threads, isa, heads, types, progress)
         if not found.busy:
             notes.put(key, asdict(found))
     return found
 
 
-def _key(n_threads: int, isa: str, heads: Heads) -> str:
+def _key(n_threads: int, isa: str, heads: Heads, types: Types) -> str:
     try:
         version = metadata.version("edgert")
     except metadata.PackageNotFoundError:
         version = ""
-    return json.dumps([probe.probe().model_name, n_threads, isa, heads, version])
+    return json.dumps([probe.probe().model_name, n_threads, isa, heads, types, version])
 
 
 def _noted(note: Any) -> Rates | None:
@@ -108,7 +118,7 @@ def _noted(note: Any) -> Rates | None:
         return None
 
 
-def _measured(n_threads: int, isa: str, heads: Heads, progress: Any) -> Rates:
+def _measured(n_threads: int, isa: str, heads: Heads, types: Types, progress: Any) -> Rates:
     from edgert.backends import specimen
     from edgert.backends.cpu.backend import CpuBackend
     from edgert.quantize.gguf_file import GGUFFile
@@ -117,9 +127,10 @@ def _measured(n_threads: int, isa: str, heads: Heads, progress: Any) -> Rates:
     with tempfile.TemporaryDirectory(prefix="edgert-") as folder:
         path = specimen.write(Path(folder) / "specimen.gguf", n_ctx=DEPTH + 2 * CHUNK, **_sizes(heads))
         with GGUFFile.open(path) as file:
-            backend = CpuBackend(file, n_ctx=DEPTH + 2 * CHUNK, n_threads=n_threads, cache_type_k="f16",
-                                 cache_type_v="f16", progress=progress)  # fmt: skip
+            backend = CpuBackend(file, n_ctx=DEPTH + 2 * CHUNK, n_threads=n_threads, cache_type_k=types[0],
+                                 cache_type_v=types[1], progress=progress)  # fmt: skip
             a = backend.architecture
+            cost = footprint(file, a, DEPTH, types=types)
             weights = sum(file.tensor(name).n_bytes for name in a.tensors() if name.startswith("blk."))
     try:
         work, clock = Work.of(a), _Clock(backend)
@@ -133,7 +144,7 @@ def _measured(n_threads: int, isa: str, heads: Heads, progress: Any) -> Rates:
     attention = work.attention(DEPTH) * CHUNK / max(deep - shallow, 1e-9)
     own = work.attention_of_prompt(CHUNK) / attention
     shell = Rates(n_threads, isa, 1, 1, 1, 1, 1, read)
-    kv_bytes = DEPTH * a.n_layer * a.n_head_kv * a.head_dim * 4
+    kv_bytes = DEPTH * cost.kv_per_token
     # What is left when the time to read the same bytes from the caches is taken off, but at least half of it.
     kv_seconds = max(single_deep - single, 1e-9)
     kv_seconds = max(kv_seconds - kv_bytes / shell.bandwidth(weights + kv_bytes), kv_seconds / 2)

@@ -64,7 +64,7 @@ def command(
             line.show("measuring this machine")
             a = describe(file)
             heads = a.n_head, a.n_head_kv, a.head_dim
-            machine = rates.rates(threads, heads, progress=compiling(line))
+            machine = rates.rates(threads, heads, (cache_type_k, cache_type_v), progress=compiling(line))
         request = planning.Request(file, n_ctx, parallel, (cache_type_k, cache_type_v), draft_file)
         places = planning.places(request, machine)
     facts = {

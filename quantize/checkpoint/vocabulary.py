@@ -80,9 +80,7 @@ def _kind(path: Path, tokenizer: dict[str, Any]) -> str:
         if not isinstance(model, dict) or not isinstance(model.get("vocab"), _TABLES[kind]):
             raise ModelFileError(f"{path} has no model with a vocabulary: download it again.")
     elif tokenizer:
-        raise UnsupportedFormatError(
-            f"{path} is a tokenizer of the kind {kind}; edgert converts {', '.join(_TABLES)}."
-        )
+        raise UnsupportedFormatError(f"{path} is a tokenizer of the kind {kind}; edgert converts {', '.join(_TABLES)}.")
     return str(kind) if tokenizer else ""
 
 

@@ -148,7 +148,7 @@ def test_bandwidth_is_straight_between_what_was_measured() -> None:
 def test_rates_are_measured_once_for_heads_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
-    def measured(n_threads: int, isa: str, heads: Any, progress: Any) -> Rates:
+    def measured(n_threads: int, isa: str, heads: Any, types: Any, progress: Any) -> Rates:
         calls.append(heads)
         return replace(MACHINE, threads=n_threads, busy=heads == (1, 1, 64))
 
@@ -160,6 +160,8 @@ def test_rates_are_measured_once_for_heads_of_a_shape(monkeypatch: pytest.Monkey
     assert calls == [rates.USUAL, (4, 1, 256), rates.USUAL]
     for _ in range(2):
         rates.rates(1, (1, 1, 64))
+    rates.rates(1, types=("f16", None))
+    assert len(calls) == 6 and calls.pop() == rates.USUAL, "caches of another type are read at another rate"
     assert len(calls) == 5, "what was measured beside other programs is not kept"
     notes = Notes("rates")
     notes.path.write_text(json.dumps({key: {"threads": 1} for key in notes.all()}))
