@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import SessionError
+
+HEADS = frozenset({"output.weight", "token_embd.weight"})  # the matrix that makes logits, by its names
 
 # Called with the names of the tensors that a product multiplies and its input, float32 (n_tokens, n_cols).
 OnInput = Callable[[tuple[str, ...], NDArray[np.float32]], object]
@@ -148,6 +150,20 @@ class Backend(ABC):
         Raises: as forward.
         """
         raise NotImplementedError
+
+    def states(self, batch: Batch) -> NDArray[np.float32]:
+        """Runs one step for what the head reads after each token, float32 (n, n_embd); needs the capability "states".
+
+        Raises: as forward.
+        """
+        found: list[NDArray[np.float32]] = []
+
+        def see(names: tuple[str, ...], rows: NDArray[np.float32]) -> None:
+            if HEADS.intersection(names):
+                found.append(rows.copy())
+
+        self.observe(replace(batch, wanted=np.ones(len(batch), np.bool_)), see)
+        return np.concatenate(found)
 
     def replace(self, name: str, values: NDArray[np.float32], first: int = 0) -> None:
         """Gives rows of a matrix other values, for the next step on; needs the capability "replace".

@@ -483,9 +483,9 @@ class Model:
         ids = self._checked("input", given)
         if not len(ids):
             raise RequestError("input", "is empty: give at least one token")
-        if "observe" not in self.backend.capabilities:
+        if "states" not in self.backend.capabilities:
             raise BackendUnavailableError(
-                f"The {self.verdict.backend} backend does not show hidden states: embeddings need --backend cpu."
+                f"The {self.verdict.backend} backend does not show hidden states: embeddings need cpu or llama."
             )
         states = self._whole(Reading(ids))
         assert isinstance(states, np.ndarray)

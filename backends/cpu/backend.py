@@ -95,7 +95,7 @@ class CpuBackend(Backend):
         self.n_seq_max, self.n_cached = n_seq_max, n_cached or self.n_ctx * n_seq_max
         self.n_window = WINDOW
         self.pauses = True
-        self.capabilities = frozenset({"fork", "truncate", "batch", "session", "observe", "replace"})
+        self.capabilities = frozenset({"fork", "truncate", "batch", "session", "observe", "states", "replace"})
         n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
         if weights_as not in (None, *FLOAT_CODECS):
             raise ValueError(f"weights_as is one of {', '.join(FLOAT_CODECS)}, not {weights_as!r}")

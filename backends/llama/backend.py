@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from edgert.quantize.gguf_file import GGUFFile
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+STATES = 64  # tokens of a step that gives their states
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2, "iq4_nl": 20}
 KV_BITS = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8.5, "q5_1": 6, "q5_0": 5.5, "q4_1": 5, "q4_0": 4.5, "iq4_nl": 4.5}
 
@@ -146,6 +147,7 @@ class LlamaBackend(Backend):
         options.type_k, options.type_v = KV_TYPES[type_k], KV_TYPES[type_v]
         options.swa_full = swa_full
         options.kv_unified = True
+        options.pooling_type = 0  # none: states of each token
         options.no_perf = True
         options.offload_kqv = offload.n_layers > 0
         options.op_offload = device.strip().lower() != "cpu"
@@ -159,12 +161,13 @@ class LlamaBackend(Backend):
             )
         self._memory = llama.llama_get_memory(self._context)
         self._logits_address = function("llama_get_logits", ctypes.c_void_p, ctypes.c_void_p)
+        self._states_address = function("llama_get_embeddings", ctypes.c_void_p, ctypes.c_void_p)
 
         self.n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
         self.n_ctx, self.n_cached = n_ctx, n_cached
         self.n_batch = n_batch
         self.n_seq_max = n_seq_max
-        self.capabilities = frozenset({"fork", "truncate", "batch", "session"})
+        self.capabilities = frozenset({"fork", "truncate", "batch", "session", "states"})
         self._session_facts = {
             "backend": "llama",
             "llama-cpp-python": version(),
@@ -244,6 +247,27 @@ class LlamaBackend(Backend):
             self._tokens[:n], self._positions[:n] = tokens, range(position, position + n)
             self._sequences[:n], self._wanted[:n] = sequence, 1
         return self._decode(n, {sequence: position + n}, n)
+
+    def states(self, batch: Batch) -> NDArray[np.float32]:
+        self._check_open()
+        width = int(self._llama.llama_model_n_embd(self._model))
+        found = np.empty((len(batch), width), np.float32)
+        self._llama.llama_set_embeddings(self._context, True)
+        try:
+            for start in range(0, len(batch), STATES):  # llama.cpp makes logits of all of them as well
+                part = slice(start, start + STATES)
+                one = Batch(
+                    batch.tokens[part], batch.sequences[part], batch.positions[part], np.ones_like(batch.wanted[part])
+                )
+                self.forward(one)
+                address = self._states_address(self._context)
+                if not address:
+                    raise EdgertError("llama.cpp returned no hidden states")
+                rows = (ctypes.c_float * (len(one) * width)).from_address(address)
+                found[part] = np.frombuffer(memoryview(rows).cast("B"), np.float32).reshape(len(one), width)
+        finally:
+            self._llama.llama_set_embeddings(self._context, False)
+        return found
 
     def _decode(self, n: int, ends: Mapping[int, int], rows: int) -> NDArray[np.float32]:
         """Runs the n tokens that stand in the arrays: logits (rows, n_vocab).

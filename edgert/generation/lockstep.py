@@ -68,7 +68,7 @@ class Lockstep:
         self._window: Window | None = None
         self._n_windows = 0  # that have begun
         self.tasks: list[Task] = []
-        self._n_readings = 0  # tasks that observe, among them
+        self._n_readings = 0  # tasks that want states, among them
         self._n_readers = 0  # prompts that are being read
         self._spent = 0.0  # seconds of the latest batch
         self._steps: list[float] = []  # begin and end of those that are not counted yet
@@ -215,21 +215,22 @@ class Lockstep:
         return [(task, count + 1, count + 1) for task, count in zip(tasks, counts, strict=True)]
 
     def _observed(self, parts: list[tuple[Task, int, int]]) -> list[tuple[Task, int, int]]:
-        """Runs the parts of tasks that observe, each in a step of its own; returns the others."""
+        """Runs the parts of tasks that want states, each in a step of its own; returns the others."""
         others = []
         for task, count, rows in parts:
             if not isinstance(task, Reading):
                 others.append((task, count, rows))
                 continue
-            slot, see = task.slot, task.see
+            slot = task.slot
             tokens = slot.tokens[slot.n_cached : slot.n_cached + count].tolist()
             batch = Batch.of(tokens, slot.n_cached, slot.sequence, wanted="all")
             try:
-                self._slots.making_room(
-                    lambda batch=batch, see=see: self._backend.observe(batch, see),  # type: ignore[misc]
+                states = self._slots.making_room(
+                    lambda batch=batch: self._backend.states(batch),  # type: ignore[misc]
                     [task.user],
                     alone=len(self.tasks) == 1,
                 )
+                task.see(states)
                 slot.n_cached += count
                 task.advance(_NO_LOGITS)
             except DoesNotFitError:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Outcome = Literal["finished", "cancelled", "timed out", "failed"]
-HEADS = frozenset({"output.weight", "token_embd.weight"})  # the matrix that makes logits, by its names
 Item = Chunk | Progress | NDArray[np.float32] | list[TokenLogprob] | BaseException | None
 
 
@@ -335,10 +334,9 @@ class Reading(Task):
         super().__init__(prompt)
         self._states: list[NDArray[np.float32]] = []
 
-    def see(self, names: tuple[str, ...], rows: NDArray[np.float32]) -> None:
-        """What a product of the step reads; the head's input is kept."""
-        if HEADS.intersection(names):
-            self._states.append(rows.copy())
+    def see(self, states: NDArray[np.float32]) -> None:
+        """Those of some tokens more."""
+        self._states.append(states)
 
     def advance(self, logits: NDArray[np.float32]) -> None:
         if self.slot.n_cached == len(self.prompt):

@@ -20,6 +20,7 @@ from edgert.backends.llama import amx
 from edgert.backends.llama import library as module
 from edgert.backends.llama.backend import LlamaBackend
 from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, ModelFileError, RequestError
+from edgert.quantize.gguf_file import GGUFFile
 
 needs_llama = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
@@ -55,6 +56,23 @@ def test_logits_are_the_reference_s(
     logits = run(make(family, flash_attn=flash_attn), TOKENS)
     assert logits.dtype == np.float32
     assert kl_divergence(expected, logits).max() < 1e-4
+
+
+@needs_llama
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_states_are_what_the_head_reads(
+    make: Callable[..., LlamaBackend], tiny_model: Callable[..., Path], family: str
+) -> None:
+    backend, tokens = make(family), (TOKENS + TOKENS)[:71]
+    cuts = [(0, 64), (64, 66), (66, 70), (70, 71)]  # more than 64 are not read at a time; how they are cut rounds them
+    logits = np.concatenate([run(backend, tokens[a:b], a) for a, b in cuts])
+    backend.free(0)
+    states = np.concatenate([backend.states(Batch.of(tokens[a:b], a)) for a, b in ((0, 66), (66, 70))])
+    assert states.dtype == np.float32 and backend.length(0) == 70
+    with GGUFFile.open(tiny_model(family, quant=Type.F32)) as file:
+        name = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
+        np.testing.assert_allclose(states @ file.tensor(name).dequantize().T, logits[:70], atol=1e-3)
+    np.testing.assert_allclose(run(backend, tokens[70:], 70), logits[70:], atol=1e-3)  # the cache is what it would be
 
 
 @needs_llama
