@@ -149,6 +149,7 @@ def caches() -> Iterator[Check]:
     root = cache_root()
     folders = {
         "kernels": root / "kernels",
+        "packed weights (EDGERT_PACKED_CACHE)": root / "packed",
         "quantizer's kernels": root / "quantize",
         "onnx graphs": root / "onnx",
         "models": store.folder(),

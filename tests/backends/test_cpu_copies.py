@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from gguf import GGMLQuantizationType as Type
 
 from edgert import backends
 from edgert.backends.base import Batch
 from edgert.backends.cpu import copies
 from edgert.backends.cpu.weights import Packer
+from edgert.cli import rm
 from edgert.errors import RequestError
 
 TOKENS = list(range(2, 40))
@@ -139,6 +141,15 @@ def test_forgetting_a_model_removes_its_copy_alone(model: Path, tmp_path: Path):
     logits(other)
     assert copies.forget([other]) > 0
     assert [one.sources[0][0] for one in copies.held()] == [os.path.realpath(model)]
+
+
+def test_rm_removes_the_copy_with_the_model(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("EDGERT_MODELS", str(model.parent))
+    logits(model)
+    done = CliRunner().invoke(rm.command, ["model"])
+    assert done.exit_code == 0, done.output
+    assert "MB of packed weights" in done.output
+    assert not model.exists() and copies.held() == []
 
 
 @pytest.mark.parametrize(("text", "size"), [("40G", 40 << 30), ("off", 0), ("0", 0), ("1.5k", 1536), ("700", 700)])
