@@ -1,9 +1,9 @@
 """Every family: tiny random models made by transformers and converted, as edgert and llama.cpp compute them.
 
-    python tests/bench/families.py [NAME ...] [--markdown]
+    python tests/bench/families.py [NAME ...] [--types Q8_0,Q4_0] [--markdown]
 
 Mean KL divergence of the next token over 90 tokens, past what some rotations were made for. In float32 from
-transformers; in Q8_0 and Q4_0 from a float32 evaluation of the same file, so that it is the engine that is judged and
+transformers; in types of few bits from a float32 evaluation of the same file, so that it is the engine that is judged and
 not the type. `equal` is how many of 32 greedy tokens are transformers' own.
 """
 
@@ -33,7 +33,6 @@ from edgert.quantize.convert import convert
 N_CTX, N_GREEDY = 128, 32
 TOKENS = np.random.default_rng(3).integers(6, 370, 90).tolist()
 FLOAT_CACHE = {"cache_type_k": "f16", "cache_type_v": "f16"}
-TYPES = ("Q8_0", "Q4_0")
 
 
 def edgert_logits(path: Path) -> tuple[np.ndarray, list[int]]:
@@ -54,7 +53,7 @@ def greedy_of(model: Any) -> list[int]:
     return tokens[20:]
 
 
-def measure(name: str, folder: Path) -> dict[str, Any]:
+def measure(name: str, folder: Path, types: Sequence[str]) -> dict[str, Any]:
     """A row of the table."""
     model = write_checkpoint(folder / "hf", name, tied=name in TIED)
     expected = logits_of(model, TOKENS)
@@ -63,7 +62,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"family": name, "transformers": _divergence(expected, logits)}
     row["llama.cpp"] = _llama_cpp(path, expected)
     row["equal"] = sum(a == b for a, b in zip(found, greedy_of(model), strict=True))
-    for kind in TYPES:
+    for kind in types:
         out = folder / f"{kind}.gguf"
         quantize(folder / "hf", out, budget=kind, calibration=(), n_threads=1)
         exact = Reference(out, n_ctx=N_CTX).logits(TOKENS)
@@ -97,21 +96,23 @@ def _line(values: Sequence[Any], markdown: bool) -> str:
 
 @click.command(help=__doc__)
 @click.argument("names", nargs=-1, type=click.Choice(list(CONFIGS)))
+@click.option("--types", default="Q8_0,Q4_0", show_default=True)
 @click.option("--markdown", is_flag=True)
-def main(names: Sequence[str], markdown: bool) -> None:
+def main(names: Sequence[str], types: str, markdown: bool) -> None:
+    kinds = [kind for kind in types.split(",") if kind]
     columns = [
         "family",
         "transformers",
         "llama.cpp",
         "equal",
-        *(f"{k}{end}" for k in TYPES for end in ("", " llama.cpp")),
+        *(f"{k}{end}" for k in kinds for end in ("", " llama.cpp")),
     ]
     print(_line(columns, markdown), flush=True)
     if markdown:
         print("|---" * len(columns) + "|")
     for name in names or CONFIGS:
         with tempfile.TemporaryDirectory() as folder:
-            row = measure(name, Path(folder))
+            row = measure(name, Path(folder), kinds)
         print(_line([row[column] for column in columns], markdown), flush=True)
 
 
