@@ -15,8 +15,33 @@ if TYPE_CHECKING:
 __all__ = ["FAMILIES", "Architecture", "Layer", "Rope", "describe", "expected", "is_matrix"]
 
 FAMILIES = (
-    *("cohere2", "command-r", "falcon", "gemma", "gemma2", "gemma3", "glm4", "gpt2", "gptneox", "granite", "llama"),
-    *("minicpm", "nemotron", "olmo2", "phi2", "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2"),
+    *(
+        "arcee",
+        "cohere2",
+        "command-r",
+        "falcon",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "glm4",
+        "gpt2",
+        "gptneox",
+        "granite",
+        "llama",
+    ),
+    *(
+        "minicpm",
+        "nemotron",
+        "olmo2",
+        "phi2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+        "stablelm",
+        "starcoder",
+        "starcoder2",
+    ),
 )
 
 

@@ -105,6 +105,10 @@ def _of_gpt2(config: Config) -> dict[str, Any]:
     return _of_gptneox(config) | {"intermediate_size": config.get("n_inner", 4 * config.integer("hidden_size"))}
 
 
+def _of_starcoder(config: Config) -> dict[str, Any]:
+    return _of_gpt2(config) | {"num_key_value_heads": 1}
+
+
 def _of_falcon(config: Config) -> dict[str, Any]:
     n_head = config.get("num_attention_heads", config.get("n_head"))
     few = config.get("num_kv_heads", n_head) if config.get("new_decoder_architecture") else 1
@@ -130,6 +134,35 @@ _LAYER_NORMS = _with_biases({"input_layernorm": "attn_norm", "post_attention_lay
 _FUSED_GATE = {"mlp.gate_up_proj.weight": "ffn_up.weight"}
 _OUTPUT_BIASES = {"self_attn.o_proj.bias": "attn_output.bias"}
 _GELU_MLP = _with_biases({"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"})
+_GPT2 = Family(
+    "gpt2",
+    ("GPT2LMHeadModel",),
+    layer_names={
+        **_GELU_MLP,
+        **_with_biases(
+            {"ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output"}
+        ),
+    },
+    outer_names={
+        "wte.weight": "token_embd.weight",
+        "wpe.weight": "position_embd.weight",
+        **_with_biases({"ln_f": "output_norm"}),
+    },
+    transposed=True,
+    tied_head=True,
+    activations=TANH_GELU,
+    settings={
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "max_position_embeddings": "n_positions",
+        "hidden_act": "activation_function",
+    },
+    eps="layer_norm_epsilon",
+    demanded={"scale_attn_by_inverse_layer_idx": False},
+    defaults={"activation_function": "gelu_new"},
+    derived=_of_gpt2,
+)
 _COHERE = Family(
     "command-r",
     ("CohereForCausalLM",),
@@ -144,6 +177,14 @@ FAMILIES = (
         "llama",
         ("LlamaForCausalLM", "MistralForCausalLM"),
         rotated=True,
+        llama_keys=True,
+        scalings=("llama3",),
+    ),
+    Family(
+        "arcee",
+        ("ArceeForCausalLM",),
+        rotated=True,
+        activations=("relu2",),
         llama_keys=True,
         scalings=("llama3",),
     ),
@@ -260,34 +301,14 @@ FAMILIES = (
         eps="norm_epsilon",
         windows=1,
     ),
-    Family(
-        "gpt2",
-        ("GPT2LMHeadModel",),
-        layer_names={
-            **_GELU_MLP,
-            **_with_biases(
-                {"ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output"}
-            ),
-        },
-        outer_names={
-            "wte.weight": "token_embd.weight",
-            "wpe.weight": "position_embd.weight",
-            **_with_biases({"ln_f": "output_norm"}),
-        },
-        transposed=True,
-        tied_head=True,
-        activations=TANH_GELU,
-        settings={
-            "hidden_size": "n_embd",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
-            "max_position_embeddings": "n_positions",
-            "hidden_act": "activation_function",
-        },
-        eps="layer_norm_epsilon",
-        demanded={"scale_attn_by_inverse_layer_idx": False},
-        defaults={"activation_function": "gelu_new"},
-        derived=_of_gpt2,
+    _GPT2,
+    replace(
+        _GPT2,
+        name="starcoder",
+        classes=("GPTBigCodeForCausalLM",),
+        transposed=False,
+        demanded={"multi_query": True},
+        derived=_of_starcoder,
     ),
     Family(
         "gptneox",

@@ -115,6 +115,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "one head": ("llama", {"n_head": 1, "n_head_kv": 1, "head_dim": 128}),
     "no groups": ("llama", {"n_head_kv": 4}),
     "nine heads in three": ("llama", {"n_embd": 288, "n_head": 9, "n_head_kv": 3}),
+    "twenty heads of one": ("llama", {"n_embd": 320, "n_head": 20, "n_head_kv": 1, "head_dim": 16}),
     "heads of 64": ("qwen3", {"head_dim": 64}),
     "heads of 96": ("llama", {"head_dim": 96}),
     "heads of 128": ("qwen3", {"head_dim": 128}),

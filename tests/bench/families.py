@@ -3,8 +3,8 @@
     python tests/bench/families.py [NAME ...] [--types Q8_0,Q4_0] [--markdown]
 
 Mean KL divergence of the next token over 90 tokens, past what some rotations were made for. In float32 from
-transformers; in types of few bits from a float32 evaluation of the same file, so that it is the engine that is judged and
-not the type. `equal` is how many of 32 greedy tokens are transformers' own.
+transformers; in types of few bits from a float32 evaluation of the same file, so that it is the engine that is judged
+and not the type. `equal` is how many of 32 greedy tokens are transformers' own.
 """
 
 from __future__ import annotations
