@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from edgert.backends.base import Backend, Batch, Verdict
 from edgert.backends.llama import devices
+from edgert.backends.llama.cells import Cells
 from edgert.backends.llama.library import function, library, messages, system_info, version
 from edgert.backends.llama.offload import FITTING, SPLIT_MODES, Offload, amx_unused, load_model
 from edgert.backends.sessions import check_facts
@@ -195,6 +196,7 @@ class LlamaBackend(Backend):
         )
         self._buffers = messages.buffers()
         self._lengths = [0] * n_seq_max
+        self._cells = Cells(n_seq_max)
         self._make_batch(n_batch)
         self._view_address = 0
         self._view = np.empty((0, self.n_vocab), np.float32)
@@ -287,7 +289,7 @@ class LlamaBackend(Backend):
             reason = messages.reason
             raise EdgertError(f"llama.cpp failed with status {status} on a batch of {n} tokens: {reason}")
         for sequence, end in ends.items():
-            self._lengths[sequence] = end
+            self._resize(sequence, end)
         return self._logits(rows) if rows else self._view[:0]
 
     def _check(self, batch: Batch) -> dict[int, int]:
@@ -353,6 +355,7 @@ class LlamaBackend(Backend):
         if not 0 <= length <= self._lengths[source]:
             raise ValueError(f"sequence {source} has {self._lengths[source]} positions, not {length}")
         self._llama.llama_memory_seq_cp(self._memory, source, target, 0, length)
+        self._cells.fork(source, target, length)
         self._lengths[target] = length
 
     def truncate(self, sequence: int, length: int) -> None:
@@ -365,9 +368,17 @@ class LlamaBackend(Backend):
             raise ValueError(f"llama.cpp cannot cut sequence {sequence} to {length} positions")
         if length and self._llama.llama_memory_seq_pos_min(self._memory, sequence) > 0:
             self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
-            self._lengths[sequence] = 0
+            self._resize(sequence, 0)
             raise ValueError(f"the window's cache no longer holds what precedes position {length}: load with swa_full")
+        self._resize(sequence, length)
+
+    def free_positions(self) -> int:
+        self._check_open()
+        return max(0, self.n_cached - self._cells.used)
+
+    def _resize(self, sequence: int, length: int) -> None:
         self._lengths[sequence] = length
+        self._cells.resize(sequence, length)
 
     def save(self, sequence: int, length: int) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
         self._check_open()
@@ -405,7 +416,7 @@ class LlamaBackend(Backend):
         if taken != data.nbytes or last != length - 1:
             self._llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
             raise SessionError(f"llama.cpp does not take the session's data: {messages.reason}")
-        self._lengths[sequence] = length
+        self._resize(sequence, length)
 
     def memory(self) -> dict[str, int]:
         """Bytes held, as llama.cpp reported them at load; weights as the model's tensors add up to."""
