@@ -98,8 +98,13 @@ class Measuring:
         assert self.engine  # which counts as resident
         return self._work.within(most - resident())
 
-    def check(self) -> None:
-        """Refuses a bound that cannot be kept, before the work. Raises: DoesNotFitError."""
+    def check(self, *, needs_model: bool = False) -> None:
+        """Refuses a bound that cannot be kept, before the work.
+
+        needs_model:  nothing can be done without running the source
+
+        Raises: DoesNotFitError.
+        """
         most = self.settings.max_memory
         if most is None:
             return
@@ -110,7 +115,8 @@ class Measuring:
             model = self._running.weights + self._running.other
             least += model + self._text_bytes + self._work.n_bytes(self._work.least)
             parts = f", {model / 1e6:,.0f} MB of them for the running model"
-            remedy += f", or go without calibration and report, in {megabytes(resident() + PLAIN)}"
+            if not needs_model:
+                remedy += f", or go without calibration and report, in {megabytes(resident() + PLAIN)}"
         else:
             least += PLAIN
         if least > most:

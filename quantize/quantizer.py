@@ -130,6 +130,7 @@ class Quantizer:
 
     def plan_only(self) -> Report:
         """What would be written."""
+        self.measuring.check()
         with self._resources:
             plan = self._plan()
             report = self._final_report(plan)

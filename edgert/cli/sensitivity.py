@@ -135,7 +135,7 @@ def measured(
 
         shapes = {name: tensor.shape for name, tensor in matrices.items()}
         with closing(Measuring(opened, settings, shapes, lambda: Path(folder), on_progress)) as measuring:
-            measuring.check()
+            measuring.check(needs_model=True)
             return measuring.sensitivity(matrices, lambda tensor: types_of[tensor.name], groups)
 
 
