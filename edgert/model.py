@@ -430,6 +430,7 @@ class Model:
 
         Raises: RequestError for no token, or ids outside the vocabulary; ContextFullError.
         """
+        self._check_writes()
         ids = self._checked("prompt", self.tokenize(prompt) if isinstance(prompt, str) else prompt)
         result = self._whole(Scoring(ids, self.backend.n_vocab))
         assert isinstance(result, np.ndarray)
@@ -504,6 +505,7 @@ class Model:
         return self._constrainer.compile(grammar)
 
     def _start(self, prompt: Sequence[int], on_progress: OnProgress | None, params: Mapping[str, Any]) -> Stream:
+        self._check_writes()
         function("on_progress", on_progress)
         options = Options.of(self.defaults, **params)
         end_ids = self.tokenizer.end_ids
@@ -513,6 +515,10 @@ class Model:
         task = Generation(self._ids(prompt), options, sampler, self.tokenizer.stream_decoder(), end_ids, constraint)
         self._engine.submit(task)
         return Stream(task, on_progress, self)
+
+    def _check_writes(self) -> None:
+        if "encoder" in self.backend.capabilities:
+            raise RequestError("model", "is an encoder, which writes no text: it is for embeddings (edgert embed)")
 
     def _ids(self, prompt: str | Sequence[int]) -> NDArray[np.int32]:
         """int32 (n,): the ids, checked. An empty text is the begin token, where the vocabulary has one."""

@@ -91,16 +91,19 @@ class CpuBackend(Backend):
         _check(file, a, self.n_ctx)
         self.isa = select(isa)
         self.n_vocab = a.n_vocab
-        self.n_batch = min(n_batch, max(WINDOW, -(-self.n_ctx // WINDOW) * WINDOW))
+        whole = -(-self.n_ctx // WINDOW) * WINDOW  # an encoder reads a text at once
+        self.n_batch = whole if a.encoder else min(n_batch, max(WINDOW, whole))
         self.n_seq_max, self.n_cached = n_seq_max, n_cached or self.n_ctx * n_seq_max
         self.n_window = WINDOW
         self.pauses = True
-        self.capabilities = frozenset({"fork", "truncate", "batch", "session", "observe", "states", "replace"})
+        able = {"fork", "truncate", "batch", "session", "observe", "states", "replace"}
+        self.capabilities = frozenset(able | {"encoder"} if a.encoder else able)
         n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
         if weights_as not in (None, *FLOAT_CODECS):
             raise ValueError(f"weights_as is one of {', '.join(FLOAT_CODECS)}, not {weights_as!r}")
         packing = Packer.kernels(file, list(a.matrices()), weights_as)
-        types = cache_type("k", cache_type_k, a.head_dim), cache_type("v", cache_type_v, a.head_dim)
+        usual = "f16" if a.encoder else None
+        types = cache_type("k", cache_type_k or usual, a.head_dim), cache_type("v", cache_type_v or usual, a.head_dim)
         if "q4_0" in types and any(layer.n_head_kv == 1 for layer in a.layers):
             logger.warning(FEW_HEADS, file.path)
         n_positions = n_cached or self.n_ctx * n_seq_max
@@ -157,6 +160,8 @@ class CpuBackend(Backend):
 
     def prepare(self, n_tokens: int) -> None:
         graph, most = self._graph, min(n_tokens, WINDOW)
+        if self.architecture.encoder:
+            return
         replies = [graph.shape(0, n, n) for n in range(1, most + 1)]
         beside_prompts = [graph.shape(0, SPARE, n) for n in range(most + 1)]
         prompts = [graph.shape(WINDOW, rest, n) for rest in (0, SPARE) for n in (0, 1)]
@@ -226,6 +231,8 @@ class CpuBackend(Backend):
         graph.tokens[:n] = tokens
         graph.positions[:n] = positions
         graph.slots[:n] = slots
+        if self.architecture.encoder:
+            graph.reach[:n] = np.array(self._cache.lengths)[slots] - 1
         rows = np.flatnonzero(wanted)
         if order is not None and n_wide:
             place = np.empty(n, np.int64)

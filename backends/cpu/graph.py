@@ -90,6 +90,9 @@ class Graph:
         arena = self.arena = Arena(ARENA_BYTES)
         self.header = arena.integers(8)
         self.tokens, self.positions, self.slots, self.wanted = (arena.integers(rows) for _ in range(4))
+        # To which position each row's attention looks.
+        self.reach = arena.integers(rows) if a.encoder else self.positions
+        self.zeros = arena.integers(rows) if a.encoder else self.positions
         self.n_qkv = -(-(a.n_head + 2 * a.n_head_kv) * a.head_dim // 32) * 32
         n_attn = a.n_head * a.head_dim
         most = max(a.n_embd, a.n_ff, n_attn)
@@ -141,7 +144,7 @@ class Graph:
             n_wide > 0,
             width_for(n_int8) if n_int8 else 0,
             TILE_TOKENS if self.tiled(n_wanted) else width_for(n_wanted) if n_wanted else 0,
-            not n_wide and 0 < n_narrow <= PRIVATE_ROWS,
+            not n_wide and 0 < n_narrow <= PRIVATE_ROWS and not self.architecture.encoder,
         )
 
     def tiled(self, n_wanted: int) -> int:
@@ -184,10 +187,24 @@ class Graph:
         return ops
 
     def observed_ops(self, shape: Shape) -> list[Op]:
-        """The ops of a step whose products all read rows that `Reads.values` can show: tiles are spread out first."""
+        """The ops of a step whose products all read rows that `Reads.values` can show: tiles are spread out first.
+
+        What the head reads is shown as it is before it is rounded.
+        """
         ops = []
+        head = {id(matrix) for matrix in self.weights.output}
         for op in self.ops(shape):
-            if op.reads is not None and op.reads.form == "tiles":
+            if op.reads is not None and id(op.reads.matrix) in head:
+                wanted, n_embd, norm = (
+                    Group(ZERO, N_WANTED, "int8", 0),
+                    self.architecture.n_embd,
+                    self.weights.output_norm,
+                )
+                ops.append(
+                    self._rows(wanted, "norm", "f32", self.x, n_embd, norm=norm, index=self.wanted, out=self.floats)
+                )
+                op.reads = replace(op.reads, form="f32", rows=self.floats)
+            elif op.reads is not None and op.reads.form == "tiles":
                 reads, n_cols = op.reads, op.reads.matrix.n_cols
                 rows = self.floats[: len(self.tokens) * n_cols * 4]
                 ops.append(Op("untile", [_address(reads.rows), n_cols, self._at(reads.count), _address(rows)]))
@@ -251,6 +268,8 @@ class Graph:
         tables = [(self.weights.token_embd, self.tokens, scale, {})]
         if self.weights.position_embd:
             tables.append((self.weights.position_embd, self.positions, 1.0, {"adds": "yes"}))
+        if self.weights.token_types:  # all of a text is of the first type
+            tables.append((self.weights.token_types, self.zeros, 1.0, {"adds": "yes"}))
         return [
             Op(
                 name_of("embed", codec=matrix.codec, **parameters),
@@ -282,6 +301,7 @@ class Graph:
         window: int = 0,
         sinks: NDArray[np.float32] | None = None,
         parameters: Mapping[str, object] | None = None,
+        out: NDArray[np.uint8] | None = None,
     ) -> Op:
         """An op of `kernels/rows.py`; with `private`, every thread prepares all rows for itself and does not wait."""
         a = self.architecture
@@ -295,7 +315,7 @@ class Graph:
                 n_cols,
                 self._at(group.first),
                 self._at(group.count),
-                _address(self.forms[form]),
+                _address(self.forms[form] if out is None else out),
                 self.words.ctypes.data,
                 self.private_stride if private else 0,
                 _address(index),
@@ -305,7 +325,7 @@ class Graph:
                 _address(post.weight if post else None),
                 self.partials.ctypes.data,
                 self.max_chunks,
-                self.positions.ctypes.data,
+                self.reach.ctypes.data,
                 window,
                 PRIVATE_ROWS * x.strides[0] if private else 0,
                 _address(norm.bias if norm else None),
@@ -329,6 +349,8 @@ class Graph:
             for i, form in enumerate(self._forms_for(group, matrices)):
                 adds = post is not None and i == 0
                 source = ("post_norm" if norm else "post") if adds else "norm" if norm else "plain"
+                if self.architecture.encoder:  # x itself is normed, once
+                    source = "plain" if i else "renorm"
                 op = self._rows(
                     group,
                     source,
@@ -454,6 +476,16 @@ class Graph:
         sinks, softcap = self.weights.layers[i].sinks, a.attn_logit_softcapping
         if softcap:
             heads["capped"] = "yes"
+        if a.encoder:
+            looks = [self.reach.ctypes.data, *common[1:], window]
+            ops.append(
+                Op(
+                    name_of("attention", **heads),
+                    [self.qkv.ctypes.data, self.qkv.strides[0], self._at(ZERO), self._at(N_TOKENS), *looks,
+                     self.partials.ctypes.data, self.max_chunks, float_bits(softcap)],
+                )
+            )  # fmt: skip
+            return ops
         if shape.wide:
             with_sinks = {} if sinks is None else {"sinks": "yes"}
             kernel, out = "attention_wide", _address(self.attn)
@@ -494,6 +526,12 @@ class Graph:
         merge = functools.partial(self._merge, layer, self.weights.layers[i].sinks)
         narrow = Group(N_WIDE, N_NARROW, self._bytes(shape.narrow), 0)
         form = _form(narrow, matrices[0])
+        if self.architecture.encoder:
+            ops = [merge(Group(ZERO, N_TOKENS, "int8", 0), "none")]
+            for group in groups:
+                for form in self._forms_for(group, matrices):
+                    ops.append(self._rows(group, "plain", form, self._attn(layer), n_cols))
+            return ops
         if shape.private:
             return [merge(narrow, form, private=True)]
         if not self.tiles:  # joined into float32 rows below the wide ones first; then all rows are converted together

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,7 @@ class ModelWeights:
     output_norm: Norm
     output: list[Matrix]
     position_embd: Matrix | None = None
+    token_types: Matrix | None = None
 
     @functools.cached_property
     def n_bytes(self) -> int:
@@ -76,6 +77,8 @@ class ModelWeights:
         yield from self.output
         if self.position_embd:
             yield self.position_embd
+        if self.token_types:
+            yield self.token_types
         for layer in self.layers:
             yield from (*layer.qkv, *layer.attn_output, *layer.gate, *layer.up, *layer.ffn_down)
             if layer.gate_up:
@@ -89,11 +92,25 @@ def pack_model(architecture: Architecture, packer: Packer) -> ModelWeights:
     layers = [_pack_layer(a, layer, f"blk.{i}.", packer) for i, layer in enumerate(a.layers)]
     output = embedding if a.tied_head else packer.pack(["output.weight"])
     positions = packer.pack(["position_embd.weight"])[0] if "position_embd.weight" in a.outer else None
-    norm = _norm(a, packer, "output_norm", a.outer)
+    types = packer.pack(["token_types.weight"])[0] if "token_types.weight" in a.outer else None
+    if a.encoder:
+        norm, layers = _norms_before(_norm(a, packer, "token_embd_norm", a.outer), layers)
+    else:
+        norm = _norm(a, packer, "output_norm", a.outer)
     for vector in (norm.weight, norm.bias):
         if vector is not None:
             vector *= np.float32(a.logit_scale)
-    return ModelWeights(embedding[0], layers, norm, output, positions)
+    return ModelWeights(embedding[0], layers, norm, output, positions, types)
+
+
+def _norms_before(first: Norm, layers: list[LayerWeights]) -> tuple[Norm, list[LayerWeights]]:
+    """An encoder's norms, which stand behind each block, under the names of those before; the last is the output's."""
+    moved, before = [], first
+    for layer in layers:
+        norms = {"attn_norm": before, "ffn_norm": layer.norms["attn_output_norm"]}
+        moved.append(replace(layer, norms={**layer.norms, **norms}))
+        before = layer.norms["layer_output_norm"]
+    return before, moved
 
 
 def _pack_layer(a: Architecture, layer: Layer, prefix: str, packer: Packer) -> LayerWeights:

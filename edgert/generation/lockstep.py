@@ -59,6 +59,7 @@ class Lockstep:
         meanwhile: Callable[[], None],
     ) -> None:
         self._backend, self._speculator = backend, speculator
+        self._reads_whole = "encoder" in backend.capabilities
         self._queue, self._slots, self._counters = queue, slots, counters
         self._meanwhile = meanwhile
         self._shared_by_users = limits.prefix_cache != "user"  # so that one's tokens may be guessed for another
@@ -222,6 +223,7 @@ class Lockstep:
                 others.append((task, count, rows))
                 continue
             slot = task.slot
+            count = slot.pending if self._reads_whole else count
             tokens = slot.tokens[slot.n_cached : slot.n_cached + count].tolist()
             batch = Batch.of(tokens, slot.n_cached, slot.sequence, wanted="all")
             try:

@@ -82,6 +82,8 @@ class ChatTemplate:
             tool_source = file.get("tokenizer.chat_template.tool_use", str, None)
         if source is None:
             family = family_of(tokenizer.control_texts)
+            if family is None and tokenizer.vocabulary.model in ("bert", "t5"):
+                return None  # of an encoder, which nobody chats with
             if family is None:
                 logger.warning(
                     "%s has no chat template and no markers of a known family: it can continue texts, "

@@ -17,6 +17,7 @@ __all__ = ["FAMILIES", "Architecture", "Layer", "Rope", "describe", "expected", 
 FAMILIES = (
     *(
         "arcee",
+        "bert",
         "cohere2",
         "command-r",
         "falcon",
@@ -32,6 +33,7 @@ FAMILIES = (
     *(
         "minicpm",
         "nemotron",
+        "nomic-bert",
         "olmo2",
         "phi2",
         "phi3",

@@ -78,12 +78,16 @@ class Layer:
     @property
     def attention_norm(self) -> str:
         """The norm through which attention reads x, "" for none."""
-        return "attn_norm_2" if self.has("attn_norm_2") else "attn_norm" if self.has("attn_norm") else ""
+        if self.has("attn_norm_2"):
+            return "attn_norm_2"
+        return "attn_norm" if self.has("attn_norm") or self.has("layer_output_norm") else ""
 
     @property
     def feed_forward_norm(self) -> str:
         """The norm through which the feed-forward block reads x, "" for none."""
-        return "ffn_norm" if self.has("ffn_norm") else "attn_norm" if self.parallel else ""
+        if self.has("ffn_norm") or self.has("attn_output_norm"):
+            return "ffn_norm"
+        return "attn_norm" if self.parallel else ""
 
     @property
     def gate_is_fused(self) -> bool:
@@ -93,7 +97,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder-only transformer as GGUF stores it; names of sizes and of tensors are GGUF's.
+    """A transformer as GGUF stores it, decoder or encoder; names of sizes and of tensors are GGUF's.
 
     x starts as token_embd * embedding_scale (+ position_embd). A layer computes, each norm only where it has its
     tensor, and every product with its bias where it has one:
@@ -106,6 +110,10 @@ class Architecture:
     In a parallel layer both blocks read the x that came in, through one norm if there is no ffn_norm.
     logits = output norm(x, output_norm) * logit_scale (+ output.bias).
     A softcapping c > 0 replaces scores or logits y by c * tanh(y / c).
+
+    An encoder sees all of a text at once, x starts as token_embd + row 0 of token_types (+ position_embd), and a norm
+    stands behind each sum: x = norm(x, token_embd_norm) first, x = norm(x + W attention(...), attn_output_norm) and
+    x = norm(x + W u, layer_output_norm) in a layer. The last x is what it makes of the text; there are no logits.
 
     outer:  the tensors that belong to no layer
     norm:   "rms", or "layer": (x - mean) / deviation * weight + bias
@@ -127,6 +135,7 @@ class Architecture:
     logit_scale: float = 1.0
     attn_logit_softcapping: float = 0.0
     final_logit_softcapping: float = 0.0
+    encoder: bool = False
 
     @property
     def n_head(self) -> int:

@@ -170,13 +170,13 @@ def _layer_tensors(
         if qk_norm:
             shapes[name] = {"head": (head_dim,), "heads": (size // head_dim, head_dim), "row": (size,)}[qk_norm]
     shapes["attn_output"] = (n_embd, q)
-    shapes |= {name: (n_embd,) for name in ("post_attention_norm", "ffn_norm") if name in norms}
+    shapes |= {name: (n_embd,) for name in ("post_attention_norm", "attn_output_norm", "ffn_norm") if name in norms}
     is_fused = gated and "ffn_gate.weight" not in stored and stored.get("ffn_up.weight") == (2 * n_ff, n_embd)
     if gated and not is_fused:
         shapes["ffn_gate"] = (n_ff, n_embd)
     shapes["ffn_up"] = (2 * n_ff if is_fused else n_ff, n_embd)
     shapes["ffn_down"] = (n_embd, n_ff)
-    shapes |= {name: (n_embd,) for name in ("post_ffw_norm",) if name in norms}
+    shapes |= {name: (n_embd,) for name in ("post_ffw_norm", "layer_output_norm") if name in norms}
     return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 

@@ -63,6 +63,7 @@ class Family:
     partial:      the share of a head that is rotated where config.json does not say; None: always all of it
     head_size:    head_dim when config.json lacks it; None: hidden_size / num_attention_heads
     llama_keys:   whether vocab_size and rope.dimension_count are written
+    encoder:      sees all of a text at once and writes none
     scalings:     kinds of scaled rotation besides linear and yarn that the runtimes take for it
     derived:      values that follow from others in config.json
     """
@@ -86,6 +87,7 @@ class Family:
     head_size: int | None = None
     llama_keys: bool = False
     scalings: tuple[str, ...] = ()
+    encoder: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     derived: Callable[[Config], dict[str, Any]] | None = None
 
@@ -173,6 +175,32 @@ _COHERE = Family(
 )
 
 FAMILIES = (
+    Family(
+        "bert",
+        ("BertModel", "BertForMaskedLM", "BertForPreTraining"),
+        layer_names=_with_biases(
+            {
+                **{f"attention.self.{part}": f"attn_{part[0]}" for part in ("query", "key", "value")},
+                "attention.output.dense": "attn_output",
+                "attention.output.LayerNorm": "attn_output_norm",
+                "intermediate.dense": "ffn_up",
+                "output.dense": "ffn_down",
+                "output.LayerNorm": "layer_output_norm",
+            }
+        ),
+        outer_names={
+            "embeddings.word_embeddings.weight": "token_embd.weight",
+            "embeddings.position_embeddings.weight": "position_embd.weight",
+            "embeddings.token_type_embeddings.weight": "token_types.weight",
+            **_with_biases({"embeddings.LayerNorm": "token_embd_norm"}),
+        },
+        tied_head=True,
+        activations=("gelu",),
+        eps="layer_norm_eps",
+        demanded={"position_embedding_type": "absolute", "is_decoder": False},
+        encoder=True,
+        defaults={"layer_norm_eps": 1e-12, "hidden_act": "gelu"},
+    ),
     Family(
         "llama",
         ("LlamaForCausalLM", "MistralForCausalLM"),

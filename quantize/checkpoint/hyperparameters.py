@@ -93,6 +93,9 @@ def architecture_keys(
             keys[key] = Value.number(Kind.BOOL, value)
         elif value is not None:
             keys[key] = Value.f32(config.number(setting))
+    if family.encoder:
+        keys["attention.causal"] = Value.boolean(False)
+    keys |= _pooling(config.path.parent)
     if family.name in ("gemma2", "gemma3"):
         _check_query_scale(config, family, sizes)
     if family.windows:
@@ -103,6 +106,14 @@ def architecture_keys(
             f"{config.get('sliding_window')} tokens in config.json, so longer texts give other answers"
         )
     return {f"{family.name}.{key}": value for key, value in keys.items()}, rope
+
+
+def _pooling(folder: Path) -> dict[str, Value]:
+    """Which states stand for a text, if sentence-transformers' files say so."""
+    stated = load_json(folder / "1_Pooling" / "config.json")
+    names = {"mean_tokens": 1, "cls_token": 2, "lasttoken": 3}
+    found = [number for name, number in names.items() if stated.get(f"pooling_mode_{name}")]
+    return {"pooling_type": Value.u32(found[0])} if len(found) == 1 else {}
 
 
 def _refuse_variants(config: Config, family: Family) -> None:

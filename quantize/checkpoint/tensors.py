@@ -21,13 +21,25 @@ from edgert.quantize.source_tensor import SourceTensor
 
 _FLOATS = ("F32", "F16", "BF16")
 _PREFIXES = (
-    *("model.language_model.", "language_model.model.", "language_model.", "model.", "transformer.", "gpt_neox."),
+    *(
+        "bert.encoder.",
+        "encoder.",
+        "bert.",
+        "model.language_model.",
+        "language_model.model.",
+        "language_model.",
+        "model.",
+        "transformer.",
+        "gpt_neox.",
+    ),
     "",
 )
 # What a checkpoint may hold besides the weights of the text model.
 _SKIPPED = (
     (r".*\.rotary_emb\.inv_freq|rotary_emb\.inv_freq", "a buffer that follows from config.json"),
     (r".*\.(self_attn|attn|attention)\.(masked_)?bias", "a mask that follows from the positions"),
+    (r"(bert\.)?(pooler|cls)\..*", "of the parts that guess words and pairs of sentences"),
+    (r"(bert\.)?embeddings\.position_ids", "a buffer that counts"),
     (r"(model\.)?(vision_tower|multi_modal_projector|vision_model)\..*", "of the part that sees pictures"),
 )
 _COMPARE_BYTES = 1 << 24
@@ -152,7 +164,7 @@ class Mapping:
             if not name.startswith(prefix):
                 continue
             rest = name.removeprefix(prefix)
-            layer = re.fullmatch(r"(?:layers|h)\.(\d{1,6})\.(.+)", rest)
+            layer = re.fullmatch(r"(?:layers?|h)\.(\d{1,6})\.(.+)", rest)
             target = self.family.target(layer[2], int(layer[1])) if layer else self.family.target(rest, None)
             if target:
                 return target

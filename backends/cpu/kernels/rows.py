@@ -59,9 +59,9 @@ def build(
 ) -> Callable[[int, int, int], None]:
     """A kernel over rows.
 
-    source:  "plain"; "norm"; "post" (source += norm of the post rows); "post_norm" (the same, then norm); an
-             activation (activation(source) * up, or without up where it is not gated); "merge" (source = partial
-             results of attention joined)
+    source:  "plain"; "norm"; "renorm" (source = norm of source); "post" (source += norm of the post rows);
+             "post_norm" (the same, then norm); an activation (activation(source) * up, or without up where it is
+             not gated); "merge" (source = partial results of attention joined)
     form:    "int8", "pairs", "f32", "tiles"; "none" for what "post" and "merge" do to their source alone
     norm:    "rms" or "layer"
     """
@@ -71,9 +71,11 @@ def build(
     dim, heads = int(head_dim), int(n_head)
     record = partial_bytes(dim)
     rotated = CACHE_TYPES[type_v].rotated
+    renorm = emitted(isa, 4, lambda e, *a: _renorm(e, norm, *a))
     merge = emitted(isa, 5, lambda e, *a: _merge(e, dim, rotated, sinks == "yes", *a))
 
     # Booleans, since Numba would compare strings while running.
+    renorms = source == "renorm"
     posts, merges, converts = source in ("post", "post_norm"), source == "merge", form != "none"
     gates = source in ACTIVATIONS and is_gated
 
@@ -92,6 +94,8 @@ def build(
             weight = word(a, 2)
             if posts:
                 add_post(x, word(a, 11) + row * word(a, 12), word(a, 13), word(a, 3), a)
+            elif renorms:
+                renorm(x, weight, word(a, 3), a)
             elif merges:
                 x += thread * word(a, 18)
                 end = word(word(a, 16), row) + 1
@@ -156,6 +160,14 @@ def _add_post(e: Emitter, norm: str, x: Value, post: Value, weight: Value, n_col
         at = e.mul(k, 4)
         value = normed(e.load(e.vf, post, at), weight, bias, at)
         e.store(e.b.fadd(e.load(e.vf, x, at), value), x, at)
+
+
+def _renorm(e: Emitter, norm: str, x: Value, weight: Value, n_cols: Value, arguments: Value) -> None:
+    normed = normer(e, norm, x, n_cols, _argument(e, F32, arguments, "eps"))
+    bias = _argument(e, I64, arguments, "bias")
+    with e.loop(0, n_cols, e.lanes) as k:
+        at = e.mul(k, 4)
+        e.store(normed(e.load(e.vf, x, at), weight, bias, at), x, at)
 
 
 def _merge(
