@@ -1,4 +1,4 @@
-"""Encoders: tiny random BertModels of transformers, converted, against transformers and llama.cpp; embeddings of them."""
+"""Encoders against transformers and llama.cpp: a tiny random BertModel, converted, and a tiny nomic-bert."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import vocabularies
+from llama_oracle import llama_cpp_states
 from numpy.typing import NDArray
+from tiny import write_gguf
 
 import edgert
 from edgert.errors import ContextFullError, RequestError
@@ -25,7 +27,7 @@ TEXTS = [
     "a",
     "",
     "Hello " * 40 + "world",
-    "foo_bar CamelCase x1y " * 30,
+    "foo_bar CamelCase x1y " * 20,
 ]
 
 
@@ -64,6 +66,16 @@ def states(model: Any, ids: list[int]) -> NDArray[np.float32]:
     return found
 
 
+def embedded(path: Path, text: str, pooling: str) -> NDArray[np.float32]:
+    with edgert.load(path, n_threads=1, backend="cpu") as model:
+        return model.embed(text, pooling, normalize=False)  # type: ignore[arg-type]
+
+
+def assert_close(found: NDArray[np.float32], wanted: NDArray[np.float32], most: float, cosine: float) -> None:
+    assert np.abs(found - wanted).max() < most
+    assert found @ wanted / np.linalg.norm(found) / np.linalg.norm(wanted) > 1 - cosine
+
+
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     folder = tmp_path_factory.mktemp("bert")
@@ -72,15 +84,93 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     return folder / "bert.gguf", model, tokenizer
 
 
-def test_equals_transformers(bert: tuple[Path, Any, Any]) -> None:
+def test_bert_equals_transformers(bert: tuple[Path, Any, Any]) -> None:
+    """Keys and values are held in half precision, all else in float32."""
     path, reference, tokenizer = bert
     with edgert.load(path, n_threads=1, backend="cpu") as model:
         assert model.pooling == "cls"
         for text in TEXTS:
-            ids = tokenizer.encode(text).ids
-            wanted = states(reference, ids)
+            wanted = states(reference, tokenizer.encode(text).ids)
             for pooling, row in (("cls", wanted[0]), ("last", wanted[-1]), ("mean", wanted.mean(0))):
                 found = model.embed(text, pooling, normalize=False)  # type: ignore[arg-type]
-                assert np.abs(found - row).max() < 5e-3, text
-                cosine = found @ row / np.linalg.norm(found) / np.linalg.norm(row)
-                assert cosine > 1 - 1e-5, text
+                assert_close(found, row, 5e-3, 1e-5)
+
+
+def test_bert_equals_llama_cpp(bert: tuple[Path, Any, Any]) -> None:
+    """Its gelu is the tanh form, where BERT's is the exact one."""
+    path, _, tokenizer = bert
+    with edgert.load(path, n_threads=1, backend="cpu") as model:
+        for text in TEXTS[:4]:
+            wanted = llama_cpp_states(path, tokenizer.encode(text).ids)
+            assert_close(model.embed(text, "mean", normalize=False), wanted.mean(0), 2e-2, 1e-4)
+
+
+def test_few_bits(bert: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    from edgert.quantize.quantizer import quantize
+
+    path, reference, tokenizer = bert
+    quantize(path, tmp_path / "q8.gguf", "Q8_0")
+    wanted = states(reference, tokenizer.encode(TEXTS[2]).ids).mean(0)
+    assert_close(embedded(tmp_path / "q8.gguf", TEXTS[2], "mean"), wanted, 0.2, 2e-3)
+
+
+def test_what_an_encoder_does_not_do(bert: tuple[Path, Any, Any]) -> None:
+    with edgert.load(bert[0], n_threads=1, backend="cpu") as model:
+        with pytest.raises(RequestError, match="is an encoder"):
+            model.generate("Hello")
+        with pytest.raises(RequestError, match="is an encoder"):
+            model.logits("Hello")
+        with pytest.raises(ContextFullError):
+            model.embed("Hello " * 600)
+        together = model.embed(["Hello", "world"])
+        assert np.allclose(together[1], model.embed("world"), atol=1e-6)
+
+
+def test_nomic_bert_equals_llama_cpp(tmp_path: Path) -> None:
+    """Rotation, a gate, fused q, k and v, no biases."""
+    tokenizer, metadata = vocabularies.word_pieces(True)
+    n_vocab, n_embd, n_ff = len(metadata["tokenizer.ggml.tokens"]), 64, 128
+    rng = np.random.default_rng(3)
+
+    def noise(*shape: int) -> NDArray[np.float32]:
+        return (rng.standard_normal(shape) / 8).astype(np.float32)
+
+    weights = {"token_embd.weight": noise(n_vocab, n_embd), "token_types.weight": noise(2, n_embd)}
+    norms = ["token_embd_norm"]
+    for i in range(2):
+        weights |= {
+            f"blk.{i}.attn_qkv.weight": noise(3 * n_embd, n_embd),
+            f"blk.{i}.attn_output.weight": noise(n_embd, n_embd),
+            f"blk.{i}.ffn_gate.weight": noise(n_ff, n_embd),
+            f"blk.{i}.ffn_up.weight": noise(n_ff, n_embd),
+            f"blk.{i}.ffn_down.weight": noise(n_embd, n_ff),
+        }
+        norms += [f"blk.{i}.attn_output_norm", f"blk.{i}.layer_output_norm"]
+    for name in norms:
+        weights |= {f"{name}.weight": 1 + noise(n_embd), f"{name}.bias": noise(n_embd)}
+    sizes = {
+        "block_count": 2,
+        "context_length": 512,
+        "embedding_length": n_embd,
+        "feed_forward_length": n_ff,
+        "attention.head_count": 4,
+        "attention.layer_norm_epsilon": 1e-12,
+        "attention.causal": False,
+        "pooling_type": 1,
+        "rope.freq_base": 1000.0,
+    }
+    metadata |= {f"nomic-bert.{key}": value for key, value in sizes.items()}
+    path = write_gguf(tmp_path / "nomic.gguf", "nomic-bert", weights, metadata)
+    for text in TEXTS[:3]:
+        wanted = llama_cpp_states(path, tokenizer.encode(text).ids)
+        assert_close(embedded(path, text, "last"), wanted[-1], 1e-2, 1e-4)
+
+
+def test_a_decoder_that_embeds_reads_its_end_token(tmp_path: Path, tiny_model: Any) -> None:
+    """As Qwen3-Embedding wants it: the state of the end token, which the tokenizer puts there."""
+    metadata = {"qwen3.pooling_type": 3, "tokenizer.ggml.add_eos_token": True}
+    with edgert.load(tiny_model("qwen3", metadata=metadata), n_threads=1, backend="cpu") as model:
+        ids = model.tokenizer.encode("hello world")
+        assert model.pooling == "last"
+        assert np.array_equal(model.embed("hello world"), model.embed([*ids, model.tokenizer.eos_id], "last"))
+        assert model.tokenize("hello world") == ids

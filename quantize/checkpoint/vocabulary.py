@@ -65,6 +65,8 @@ def vocabulary_keys(folder: Path, config: dict[str, Any], n_vocab: int, notices:
         )
     if tokenizer and "tokenizer.ggml.scores" in keys:
         prefix = _adds_space(tokenizer)
+    if type(config.get("type_vocab_size")) is int and kind in ("WordPiece", "Unigram"):
+        keys["tokenizer.ggml.token_type_count"] = Value.u32(config["type_vocab_size"])
     if isinstance(prefix, bool):
         keys["tokenizer.ggml.add_space_prefix"] = Value.boolean(prefix)
     ids = {text.decode("utf-8", "replace"): i for i, text in reversed(list(enumerate(tokens.texts)))}
