@@ -109,7 +109,7 @@ def test_few_bits(bert: tuple[Path, Any, Any], tmp_path: Path) -> None:
     from edgert.quantize.quantizer import quantize
 
     path, reference, tokenizer = bert
-    quantize(path, tmp_path / "q8.gguf", "Q8_0")
+    quantize(path, tmp_path / "q8.gguf", budget="Q8_0", calibration=())
     wanted = states(reference, tokenizer.encode(TEXTS[2]).ids).mean(0)
     assert_close(embedded(tmp_path / "q8.gguf", TEXTS[2], "mean"), wanted, 0.2, 2e-3)
 
