@@ -37,7 +37,7 @@ HEATS = 0.0, 0.0, 0.3, 0.8  # temperatures of the answers
 Teacher = Callable[[Tensor], Tensor]  # int64 (rows, tokens) -> the target's logits
 WIDTH, LAYERS, HEADS, HEADS_KV, HEAD, HIDDEN = 256, 6, 4, 2, 64, 768
 LONGEST = 384  # tokens of a row
-AT_ONCE = 1024  # chats that a GPU writes
+AT_ONCE = 512  # chats that a GPU writes, in 25 GB
 HELD_OUT = 100  # rows
 
 

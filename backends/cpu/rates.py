@@ -29,7 +29,7 @@ Heads = tuple[int, int, int]  # n_head, n_head_kv, head_dim
 Types = tuple[str | None, str | None]
 USUAL: Heads = (9, 3, 64)  # SmolLM2's, whose kernels are there for most
 WEIGHTS = 28_000_000  # of the random model: more than caches near the cores hold, and soon computed
-CHUNK, DEPTH = 512, 4096  # tokens of a prefill step, and cached ones before it
+CHUNK, DEPTHS = 512, (2048, 8192)  # tokens of a prefill step, and cached ones before it: of more, less is near
 BUSY = 1.5  # times the best step: what the usual one takes where other programs compute as well
 NARROW = 32  # tokens of a step that multiplies int8 numbers on every processor
 
@@ -38,7 +38,8 @@ NARROW = 32  # tokens of a step that multiplies int8 numbers on every processor
 class Rates:
     """What is measured; multiply-adds and bytes a second by all threads together.
 
-    prefill, attention:  of weights, and of cached keys and values, in a prefill step
+    prefill:             of weights, in a prefill step
+    attention:           of cached keys and values there, by how many tokens are cached
     int8:                of weights in a step of few tokens
     kv:                  bytes of cached keys and values that a single token takes in, from the caches of the processor
     efficiency:          with which a single token's step reads weights: the share of plain reading
@@ -49,7 +50,7 @@ class Rates:
     threads: int
     isa: str
     prefill: float
-    attention: float
+    attention: dict[int, float]
     int8: float
     kv: float
     efficiency: float
@@ -58,24 +59,38 @@ class Rates:
 
     def bandwidth(self, n_bytes: float) -> float:
         """Bytes a second for a working set, straight between what was measured."""
-        sizes = sorted(self.read)
-        if n_bytes <= sizes[0]:
-            return self.read[sizes[0]]
-        for left, right in itertools.pairwise(sizes):
-            if n_bytes <= right:
-                share = (n_bytes - left) / (right - left)
-                return self.read[left] + share * (self.read[right] - self.read[left])
-        return self.read[sizes[-1]]
+        return _between(self.read, n_bytes)
+
+    def attention_seconds(self, work: Work, n: int) -> float:
+        """Of a prompt in an empty context, step by step."""
+        seconds = 0.0
+        for start in range(0, n, CHUNK):
+            middle = (start + min(n, start + CHUNK) + 1) / 2
+            seconds += (min(n, start + CHUNK) - start) * work.attention(middle) / _between(self.attention, middle)
+        return seconds
 
     @property
     def basis(self) -> str:
         """Where predictions come from."""
+        attention = min(self.attention.values())
         return (
             f"{self.threads} threads, {self.isa}: memory is read at {self.read[max(self.read)] / 1e9:.1f} GB/s, "
-            f"{self.prefill / 1e9:,.0f} G multiply-adds/s in prefill, {self.attention / 1e9:,.0f} in its attention, "
+            f"{self.prefill / 1e9:,.0f} G multiply-adds/s in prefill, {attention / 1e9:,.0f} in its attention, "
             f"cache taken in at {self.kv / 1e9:.1f} GB/s, measured here"
             + (" while other programs ran" if self.busy else "")
         )
+
+
+def _between(measured: Mapping[int, float], x: float) -> float:
+    """Straight between what was measured; beyond it, what is nearest."""
+    at = sorted(measured)
+    if x <= at[0]:
+        return measured[at[0]]
+    for left, right in itertools.pairwise(at):
+        if x <= right:
+            share = (x - left) / (right - left)
+            return measured[left] + share * (measured[right] - measured[left])
+    return measured[at[-1]]
 
 
 def rates(
@@ -90,7 +105,7 @@ def rates(
 
     types:  of cached keys and values, which attention unpacks at rates of their own; None: the backend's choice
 
-    Measuring takes two seconds, and ten more where kernels are compiled first.
+    Measuring takes some seconds, and ten more where kernels are compiled first.
     """
     n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
     isa = select(None).name
@@ -113,7 +128,8 @@ def _key(n_threads: int, isa: str, heads: Heads, types: Types) -> str:
 
 def _noted(note: Any) -> Rates | None:
     try:
-        return Rates(**{**note, "read": {int(size): float(rate) for size, rate in note["read"].items()}})
+        tables = {name: {int(x): float(rate) for x, rate in note[name].items()} for name in ("read", "attention")}
+        return Rates(**note | tables)
     except (TypeError, KeyError, ValueError, AttributeError):
         return None
 
@@ -125,26 +141,30 @@ def _measured(n_threads: int, isa: str, heads: Heads, types: Types, progress: An
 
     read = measure.read_bandwidths(n_threads)
     with tempfile.TemporaryDirectory(prefix="edgert-") as folder:
-        path = specimen.write(Path(folder) / "specimen.gguf", n_ctx=DEPTH + 2 * CHUNK, **_sizes(heads))
+        path = specimen.write(Path(folder) / "specimen.gguf", n_ctx=DEPTHS[-1] + 2 * CHUNK, **_sizes(heads))
         with GGUFFile.open(path) as file:
-            backend = CpuBackend(file, n_ctx=DEPTH + 2 * CHUNK, n_threads=n_threads, cache_type_k=types[0],
+            backend = CpuBackend(file, n_ctx=DEPTHS[-1] + 2 * CHUNK, n_threads=n_threads, cache_type_k=types[0],
                                  cache_type_v=types[1], progress=progress)  # fmt: skip
             a = backend.architecture
-            cost = footprint(file, a, DEPTH, types=types)
+            cost = footprint(file, a, DEPTHS[-1], types=types)
             weights = sum(file.tensor(name).n_bytes for name in a.tensors() if name.startswith("blk."))
     try:
         work, clock = Work.of(a), _Clock(backend)
         (usual, shallow), (narrow, _) = clock.step(CHUNK, 0, 12), clock.step(NARROW, 0, 12)
         single = clock.single(0)
-        for start in range(0, DEPTH, CHUNK):
-            backend.forward(_batch(backend, CHUNK, start))
-        (_, deep), single_deep = clock.step(CHUNK, DEPTH, 7), clock.single(DEPTH)
+        attention, done = {}, 0
+        for depth in DEPTHS:
+            for start in range(done, depth, CHUNK):
+                backend.forward(_batch(backend, CHUNK, start))
+            done = depth
+            _, deep = clock.step(CHUNK, depth, 5)
+            attention[depth] = work.attention(depth) * CHUNK / max(deep - shallow, 1e-9)
+        single_deep = clock.single(done)
     finally:
         backend.close()
-    attention = work.attention(DEPTH) * CHUNK / max(deep - shallow, 1e-9)
-    own = work.attention_of_prompt(CHUNK) / attention
-    shell = Rates(n_threads, isa, 1, 1, 1, 1, 1, read)
-    kv_bytes = DEPTH * cost.kv_per_token
+    own = work.attention_of_prompt(CHUNK) / attention[DEPTHS[0]]
+    shell = Rates(n_threads, isa, 1, attention, 1, 1, 1, read)
+    kv_bytes = done * cost.kv_per_token
     # What is left when the time to read the same bytes from the caches is taken off, but at least half of it.
     kv_seconds = max(single_deep - single, 1e-9)
     kv_seconds = max(kv_seconds - kv_bytes / shell.bandwidth(weights + kv_bytes), kv_seconds / 2)
@@ -264,7 +284,7 @@ def predict(
     embedding_bytes:  of a table that is no head as well: of it a step reads a row
     """
     work = Work.of(a)
-    seconds = n_ctx * work.weights / machine.prefill + work.attention_of_prompt(n_ctx) / machine.attention
+    seconds = n_ctx * work.weights / machine.prefill + machine.attention_seconds(work, n_ctx)
     weights = cost.weights - embedding_bytes
 
     def step(kv: float) -> float:

@@ -24,7 +24,7 @@ from edgert.errors import DoesNotFitError
 from edgert.quantize.architecture import describe
 from edgert.quantize.gguf_file import GGUFFile
 
-MACHINE = Rates(2, "avx2", 100e9, 50e9, 40e9, 20e9, 0.5, {1 << 20: 40e9, 3 << 20: 20e9})
+MACHINE = Rates(2, "avx2", 100e9, {2048: 50e9}, 40e9, 20e9, 0.5, {1 << 20: 40e9, 3 << 20: 20e9})
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +137,17 @@ def test_predictions_follow_from_the_rates(tiny_model: Callable[..., Path]) -> N
     prefill = 512 * work.weights / 100e9 + work.attention_of_prompt(512) / 50e9 + 1 / found.decode
     assert 512 / found.prefill == pytest.approx(prefill)
     assert other.decode == pytest.approx(2 * found.decode)
+
+
+def test_attention_slows_down_with_depth(tiny_model: Callable[..., Path]) -> None:
+    with GGUFFile.open(tiny_model("llama")) as file:
+        work = Work.of(describe(file))
+    machine = replace(MACHINE, attention={1024: 50e9, 3072: 25e9})
+    first, second = (machine.attention_seconds(work, n) for n in (1024, 4096))
+    assert first == pytest.approx(work.attention_of_prompt(1024) / 50e9)
+    assert work.attention_of_prompt(4096) / 50e9 < second < work.attention_of_prompt(4096) / 25e9
+    last = machine.attention_seconds(work, 4096) - machine.attention_seconds(work, 3584)
+    assert last == pytest.approx(512 * work.attention(3840.5) / 25e9)
 
 
 def test_bandwidth_is_straight_between_what_was_measured() -> None:

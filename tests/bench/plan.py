@@ -25,7 +25,7 @@ import edgert
 from edgert.devices import probe
 
 path, n_ctx, n_threads, repetitions = sys.argv[1], *map(int, sys.argv[2:])
-with edgert.load(path, backend="cpu", n_ctx=n_ctx, n_threads=n_threads) as model:
+with edgert.load(path, backend="cpu", n_ctx=n_ctx, n_threads=n_threads, spec="off") as model:
     ids = np.random.default_rng(0).integers(0, model.n_vocab, n_ctx - {REPLY} - 1).tolist()
     model.generate(ids[:512], max_tokens=4, temperature=0, ignore_eos=True)
     prefills, gaps = [], []

@@ -320,19 +320,19 @@ def parity(path: Path, against: str, n: int = 96, **options: Any) -> dict[str, A
     return result
 
 
-def partial(path: Path, limit_mib: int, binary: Path) -> dict[str, Any]:
+def partial(path: Path, limit_mib: int, binary: Path, **options: Any) -> dict[str, Any]:
     """A GPU of which only so much may be used: what is planned, what is taken, how fast that is."""
     from edgert.backends.llama import devices
     from edgert.devices import probe
 
     before = sum(gpu.memory_free for gpu in devices.gpus())
-    options = {"gpu_memory": limit_mib << 20}
+    options |= {"gpu_memory": limit_mib << 20}
     backend = load(path, flash_attn="on", **options)
     taken = before - sum(gpu.memory_free for gpu in devices.gpus())
     details = backend.verdict.details
     backend.close()
     # Without layouts of its own (AMX among them) for the CPU's layers where our backend found that those fail.
-    flags = ["-ngl", details["n_gpu_layers"], "-t", probe.default_threads()]
+    flags = ["-ngl", details["n_gpu_layers"], "-sm", "none", "-t", probe.default_threads()]
     flags += ["--repack", 0] if "amx" in details else []
     found = beside(binary, path, options, flags, n=4, n_gen=16)
     return {"limit_mib": limit_mib, "taken_mib": taken >> 20, **found}
@@ -455,7 +455,7 @@ def main(models: Path, binary: Path, out: Path, steps: str, layers: int, n_embd:
                 report.step(what, lambda path=path, e=engine: parity(path, e, **one))
     if "partial" in wanted:
         size = large.stat().st_size >> 20
-        report.step("partial offload", lambda: partial(large, size // 2 + 1024, binary))
+        report.step("partial offload", lambda: partial(large, size // 2 + 1024, binary, **one))
     for mode in ("layer", "tensor", "row") if many and "split" in wanted else ():
         options = {"split_mode": mode, "n_gpu_layers": -1}
         what = f"{len(gpus)} GPUs, {mode} split"
