@@ -25,78 +25,21 @@ from pathlib import Path
 from typing import Any
 
 import click
-import gguf
 import numpy as np
-from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
-POOL = 1 << 18  # random blocks that tensors are cut from
 SMALL = 16  # tokens of a step that stays where its layers are
-BLOCK = 144  # bytes of a Q4_K block of 256 weights
 WARM_UP = 0.7  # seconds
 STEPS = ("devices", "auto", "memory", "rates", "parity", "partial", "split", "rpc")
 N_PROMPT, N_GEN = 512, 128
 
 
-def q4_k(pool: NDArray[np.uint8], rows: int, columns: int, start: int) -> NDArray[np.uint8]:
-    """Q4_K rows from the pool, uint8 (rows, columns / 256 * 144); start moves where they are cut."""
-    n = rows * columns // 256
-    places = (start + np.arange(n)) % len(pool)
-    return pool[places].reshape(rows, -1)
+def write_random(path: Path, n_layer: int, n_embd: int, n_ff: int, n_head: int) -> None:
+    """A llama of random Q4_K weights."""
+    from make_random_model import write
 
-
-def write_random(path: Path, n_layer: int, n_embd: int, n_ff: int, n_head: int, n_vocab: int = 32000) -> None:
-    """A llama of random Q4_K weights, whose deviation suits the width."""
-    from make_random_model import byte_symbols
-
-    rng = np.random.default_rng(0)
-    pool = rng.integers(0, 256, (POOL, BLOCK), np.uint8)
-    # 6-bit scales and 4-bit codes are uniform: d * 31.5 * 4.6 is about the deviation; dmin centres the codes.
-    d = rng.uniform(0.8, 1.2, POOL) / (31.5 * 4.6 * np.sqrt(n_embd))
-    pool[:, 0:2] = d.astype(np.float16).view(np.uint8).reshape(-1, 2)
-    pool[:, 2:4] = (7.5 * d).astype(np.float16).view(np.uint8).reshape(-1, 2)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name(f"random {n_layer}x{n_embd} Q4_K")
-    writer.add_block_count(n_layer)
-    writer.add_context_length(8192)
-    writer.add_embedding_length(n_embd)
-    writer.add_feed_forward_length(n_ff)
-    writer.add_head_count(n_head)
-    writer.add_head_count_kv(n_head)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(n_embd // n_head)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(n_vocab)
-    symbols = byte_symbols()
-    tokens = [*symbols, symbols[0] + symbols[1]]
-    tokens += [f"<unused{i}>" for i in range(n_vocab - len(tokens))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokens)
-    writer.add_token_types([1] * 257 + [5] * (n_vocab - 257))
-    writer.add_token_merges([f"{symbols[0]} {symbols[1]}"])
-    writer.add_eos_token_id(n_vocab - 1)
-    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (n_vocab, n_embd)}
-    for i in range(n_layer):
-        shapes |= {f"blk.{i}.attn_{part}.weight": (n_embd, n_embd) for part in ("q", "k", "v", "output")}
-        shapes |= {f"blk.{i}.ffn_{part}.weight": (n_ff, n_embd) for part in ("gate", "up")}
-        shapes |= {f"blk.{i}.ffn_down.weight": (n_embd, n_ff)}
-        shapes |= {f"blk.{i}.{part}_norm.weight": (n_embd,) for part in ("attn", "ffn")}
-    shapes |= {"output_norm.weight": (n_embd,), "output.weight": (n_vocab, n_embd)}
-    kind = gguf.GGMLQuantizationType.Q4_K
-    for name, size in shapes.items():
-        if len(size) == 1:
-            writer.add_tensor_info(name, size, np.dtype(np.float32), 4 * size[0])
-        else:
-            bytes_shape = (size[0], size[1] // 256 * BLOCK)
-            writer.add_tensor_info(name, bytes_shape, np.dtype(np.uint8), int(np.prod(bytes_shape)), kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for start, (_, size) in enumerate(shapes.items()):
-        data = np.ones(size, np.float32) if len(size) == 1 else q4_k(pool, *size, start * 7919)
-        writer.write_tensor_data(data)
-    writer.close()
+    shape = {"n_layer": n_layer, "n_embd": n_embd, "n_ff": n_ff, "n_head": n_head, "n_head_kv": n_head}
+    write(path, type="Q4_K", n_vocab=32000, **shape)
 
 
 class Report:
