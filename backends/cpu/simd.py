@@ -309,16 +309,29 @@ class Emitter:
         if signed:  # |code| * (x with the code's sign): no sum of two reaches 2**15
             x = self.call("llvm.x86.avx2.psign.b", self.vb, x, codes)
             codes = self.call(f"llvm.abs.v{4 * self.lanes}i8", self.vb, codes, ir.Constant(ir.IntType(1), 0))
-        return self.b.add(sums, self.join_pairs(self.pair_products(codes, x)))
+        return self.b.add(sums, self.join_products(self.partial_products(codes, x)))
 
-    def pair_products(self, codes: Value, x: Value) -> Value:
-        """With "maddubs": unsigned codes times signed bytes, summed by twos to int16, which must hold them."""
-        pairs = ir.VectorType(I16, 2 * self.lanes)
-        return self.call("llvm.x86.avx2.pmadd.ub.sw", pairs, codes, self.b.bitcast(x, self.vb))
+    def products_held(self, most: int, signed: bool) -> int:
+        """How many `partial_products` of codes up to `most` fit into int16; 0 where adding so few gains nothing."""
+        if self.isa.dot == "maddubs":
+            return 0 if signed else 32767 // (2 * 127 * most)
+        return 32767 // (127 * most) if self.isa.dot == "smull" and most < 64 else 0
 
-    def join_pairs(self, pairs: Value) -> Value:
-        """With "maddubs": int16 values summed by twos to int32."""
-        return self.call("llvm.x86.avx2.pmadd.wd", self.vi, pairs, self.const(pairs.type, 1))
+    def partial_products(self, codes: Value, x: Value) -> Value:
+        """Codes times signed bytes as int16, by twos (of unsigned codes) or one by one as the processor has it."""
+        x = self.b.bitcast(x, self.vb)
+        if self.isa.dot == "maddubs":
+            return self.call("llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(I16, 2 * self.lanes), codes, x)
+        wide = ir.VectorType(I16, 4 * self.lanes)
+        return self.b.mul(self.b.sext(codes, wide), self.b.sext(x, wide))
+
+    def join_products(self, parts: Value) -> Value:
+        """Sums of `partial_products` -> int32 sums of each row."""
+        if self.isa.dot == "maddubs":
+            return self.call("llvm.x86.avx2.pmadd.wd", self.vi, parts, self.const(parts.type, 1))
+        halves = [self.shuffle(parts, parts, list(range(i, i + 8))) for i in (0, 8)]
+        twos = [self.call("llvm.aarch64.neon.saddlp.v4i32.v8i16", self.vi, half) for half in halves]
+        return self.call("llvm.aarch64.neon.addp.v4i32", self.vi, *twos)
 
     def _dot_sdot(self, sums: Value, codes: Value, x: Value, _signed: bool) -> Value:
         return self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", self.vi, sums, codes, x)
@@ -328,12 +341,9 @@ class Emitter:
         return self.call("llvm.aarch64.neon.smmla.v4i32.v16i8", self.vi, sums, left, right)
 
     def _dot_smull(self, sums: Value, codes: Value, x: Value, _signed: bool) -> Value:
-        pairs = ir.VectorType(I16, 8)
-        halves = []
-        for half in (list(range(8)), list(range(8, 16))):
-            left, right = (self.b.sext(self.shuffle(value, value, half), pairs) for value in (codes, x))
-            halves.append(self.b.mul(left, right))
-        twos = self.call("llvm.aarch64.neon.addp.v8i16", pairs, *halves)  # none reaches 2**15
+        products = self.partial_products(codes, x)
+        halves = [self.shuffle(products, products, list(range(i, i + 8))) for i in (0, 8)]
+        twos = self.call("llvm.aarch64.neon.addp.v8i16", halves[0].type, *halves)  # none reaches 2**15
         return self.b.add(sums, self.call("llvm.aarch64.neon.saddlp.v4i32.v8i16", self.vi, twos))
 
     def _dot_scalar(self, sums: Value, codes: Value, x: Value, signed: bool) -> Value:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from llvmlite import ir
 
-from edgert.backends.cpu.kernels.sums import Dots, MatrixDots, PairedDots
+from edgert.backends.cpu.kernels.sums import MatrixDots, PartialDots
 from edgert.backends.cpu.layouts import BLOCK, SUPER, WORDS_BYTES, Codec
 from edgert.backends.cpu.simd import F32, I8, Emitter, Value
 
@@ -133,7 +133,7 @@ def panel_product(
     offset = 0 if signed else codec.offset
     # Alone, a token needs two chains of dot products to hide their latency; several tokens hide it for one another.
     chains = 2 if codec.group == 16 or n_tokens < 4 else 1
-    way = MatrixDots if paired else PairedDots if e.isa.dot == "maddubs" else Dots
+    way = MatrixDots if paired else PartialDots
     totals = [e.var(e.zero(e.vf)) for _ in range(n_tokens)]
     for k, block, above in each_block(e, codec, panel, n_blocks):
         for line in range(0, codec.block_bytes(e.lanes), 64):

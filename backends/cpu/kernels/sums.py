@@ -49,14 +49,13 @@ class Dots:
         return quad * self.chains // QUADS
 
 
-class PairedDots(Dots):
-    """AVX2's products come in pairs of 16 bits. Of small codes several are summed so, before the pairs are."""
+class PartialDots(Dots):
+    """Where products come as 16 bits, as many of them are added as those hold, before they become 32."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # quads that 16 bits hold; signed codes need more than these instructions
-        self._room = 0 if self.signed else 32767 // (2 * 127 * self.most)
-        self._pairs: list[list[Value | None]] = [[None] * self.chains for _ in range(self.n_tokens)]
+        self._room = self.e.products_held(self.most, self.signed)
+        self._parts: list[list[Value | None]] = [[None] * self.chains for _ in range(self.n_tokens)]
         self._held = [0] * self.chains
 
     def add(self, quad: int, codes: Value) -> None:
@@ -64,19 +63,19 @@ class PairedDots(Dots):
             super().add(quad, codes)
             return
         e, chain = self.e, self._chain(quad)
-        for t, pairs in enumerate(self._pairs):
-            products = e.pair_products(codes, e.broadcast_quad(self.x[t], quad))
-            before = pairs[chain]
-            pairs[chain] = products if before is None else e.b.add(before, products)
+        for t, parts in enumerate(self._parts):
+            products = e.partial_products(codes, e.broadcast_quad(self.x[t], quad))
+            before = parts[chain]
+            parts[chain] = products if before is None else e.b.add(before, products)
         self._held[chain] += 1
         if self._held[chain] == self._room:
             self._join(chain)
 
     def _join(self, chain: int) -> None:
-        for sums, pairs in zip(self.sums, self._pairs, strict=True):
-            if pairs[chain] is not None:
-                sums[chain] = self.e.b.add(sums[chain], self.e.join_pairs(pairs[chain]))
-                pairs[chain] = None
+        for sums, parts in zip(self.sums, self._parts, strict=True):
+            if parts[chain] is not None:
+                sums[chain] = self.e.b.add(sums[chain], self.e.join_products(parts[chain]))
+                parts[chain] = None
         self._held[chain] = 0
 
     def results(self) -> list[list[Value]]:
