@@ -18,7 +18,7 @@ from edgert.backends.cpu.isa import Isa, assemble
 TRIPLE = "aarch64-unknown-linux-gnu"
 PROCESSORS = {"asimd": "cortex-a72", "neon": "neoverse-n1", "i8mm": "neoverse-n2"}
 FEATURES = ("neon", "fullfp16", "dotprod", "i8mm")
-DOTS = ("sdot", "smmla", "smull", "smull2")
+DOTS = ("sdot", "smmla", "smull", "smull2", "smlal", "smlal2")
 
 
 def foreign(name: str) -> Isa:
