@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake import FakeBackend, fake_model, hashed
+from fake import FakeBackend, fake_model, hashed, quickest
 from paged_fake import PagedFake
 from test_engine_schedules import by_hand, check, finish, generation, result, watch_quotas
 
@@ -93,13 +93,17 @@ def test_who_waits_too_long_is_told_so() -> None:
     with model:
         running = model.generate([1], True, max_tokens=100, temperature=0)
         next(running)
-        began = time.perf_counter()
-        with pytest.raises(QueueTimeoutError) as caught:
-            model.generate([2], max_tokens=5, queue_timeout=0.05)
-        assert 0.05 <= caught.value.seconds <= time.perf_counter() - began < 0.4
-        assert caught.value.retry_after >= 1
+
+        def wait() -> None:
+            began = time.perf_counter()
+            with pytest.raises(QueueTimeoutError) as caught:
+                model.generate([2], max_tokens=5, queue_timeout=0.05)
+            assert 0.05 <= caught.value.seconds <= time.perf_counter() - began
+            assert caught.value.retry_after >= 1
+
+        assert quickest(wait, 3) < 0.4
         assert len(running.reply().tokens) == 100
-        assert model.snapshot().timed_out == 1
+        assert model.snapshot().timed_out == 3
 
 
 def test_time_that_is_used_up_ends_a_reply_with_what_there_is() -> None:
@@ -131,12 +135,14 @@ def test_one_that_was_set_aside_runs_out_of_time_too() -> None:
 
 def test_a_window_gathers_requests() -> None:
     with Model(FakeBackend(), _tokenizer(), limits=Limits(window=0.5)) as model:
-        streams = [model.generate([i], True, max_tokens=3, temperature=0) for i in range(4)]
-        began = time.perf_counter()
-        assert [stream.reply().tokens for stream in streams] == [told([i], 3) for i in range(4)]
-        assert time.perf_counter() - began < 0.4  # all places are taken: nothing is waited for
+
+        def ask() -> None:
+            streams = [model.generate([i], True, max_tokens=3, temperature=0) for i in range(4)]
+            assert [stream.reply().tokens for stream in streams] == [told([i], 3) for i in range(4)]
+
+        assert quickest(ask, 3) < 0.4  # all places are taken: nothing is waited for
         assert isinstance(model.backend, FakeBackend)
-        assert [len(batch) for batch in model.backend.batches] == [4, 4, 4]
+        assert [len(batch) for batch in model.backend.batches[:3]] == [4, 4, 4]
 
 
 # Users
@@ -310,10 +316,12 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     backend = PagedFake(n_ctx=1000, n_seq_max=2, n_cached=288)
     assert backend.free_positions() == 320
     engine = by_hand(backend)
-    began = time.perf_counter()
-    with pytest.raises(DoesNotFitError, match=r"needs 400 .*\(300 of the prompt.* has 320"):
-        engine.submit(generation(text(0, 300), max_tokens=100))
-    assert time.perf_counter() - began < 0.1
+
+    def ask() -> None:
+        with pytest.raises(DoesNotFitError, match=r"needs 400 .*\(300 of the prompt.* has 320"):
+            engine.submit(generation(text(0, 300), max_tokens=100))
+
+    assert quickest(ask) < 0.1
     unlimited = generation(text(0, 300))
     engine.submit(unlimited)
     finish(engine, [unlimited])

@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 from fake import fake_model, hashed, says
-from harness import Server, line_template, serving, serving_model, wait_for
-from test_leaving import endless, fake, idle, open_stream
+from harness import Server, line_template, open_stream, serving, serving_model, wait_for
+from test_leaving import endless, fake, idle
 
 from edgert.errors import EdgertError
 from edgert.options import SamplingParams
