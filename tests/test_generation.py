@@ -169,7 +169,7 @@ def test_ten_requests_in_a_tiny_context_without_an_end_do_end() -> None:
 
 
 def test_a_long_prompt_does_not_stop_a_running_reply() -> None:
-    """How much of it a step reads is tested in test_schedule.py, and measured by tests/bench/stall.py."""
+    """How much of it a step reads is tested in test_schedule.py, and measured by tests/bench/together.py."""
     with fake_model(n_ctx=4000, n_batch=512) as model:
         backend_of(model).before_forward = lambda batch: time.sleep(0.002 + 0.0002 * len(batch))
         running = model.generate("run", True, max_tokens=300)
