@@ -11,11 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import SessionError
+from edgert.quantize.engine import Expert
 
 HEADS = frozenset({"output.weight", "token_embd.weight"})  # the matrix that makes logits, by its names
 
-# Called with the names of the tensors that a product multiplies and its input, float32 (n_tokens, n_cols).
-OnInput = Callable[[tuple[str, ...], NDArray[np.float32]], object]
+# Called with the names of the tensors that a product multiplies, its input, float32 (n_tokens, n_cols), and of
+# experts which of them reads it.
+OnInput = Callable[[tuple[str, ...], NDArray[np.float32], Expert | None], object]
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,8 @@ class Backend(ABC):
     def observe(self, batch: Batch, on_input: OnInput) -> None:
         """Runs one step for what its matrix products read; needs the capability "observe". No logits are computed.
 
-        on_input sees every token of the batch once for each tensor, and for the head the tokens whose logits are
+        on_input sees every token of the batch once for each tensor, of experts for each that the token goes to, and
+        for the head the tokens whose logits are
         wanted; a large batch may come in several calls, tokens of one sequence in their order. The tensors of a
         call share their input. The array is valid until on_input returns.
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import EdgertError
-from edgert.quantize.engine import Engine
+from edgert.quantize.engine import Engine, Expert
 
 if TYPE_CHECKING:
     from edgert.quantize.engine import OnInput
@@ -35,11 +35,12 @@ class Statistics:
     n_chunks: int = 0
     chunk_size: int = 512
 
-    def add(self, names: Iterable[str], inputs: Floats) -> None:
-        """Adds inputs that these tensors share, float32 (n_tokens, n_cols).
+    def add(self, names: Iterable[str], inputs: Floats, expert: Expert | None = None) -> None:
+        """Adds inputs that these tensors share, float32 (n_tokens, n_cols); expert: which of theirs reads them.
 
         Raises: EdgertError when they are not finite.
         """
+        row, n_mat = expert or (0, 1)
         squares = np.einsum("ij,ij->j", inputs, inputs)  # half the time of squaring first
         for name in names:
             if not np.isfinite(squares).all():
@@ -47,10 +48,10 @@ class Statistics:
                     f"The input of {name} is NaN, infinite or too large to be squared: the model's weights are damaged."
                 )
             if name not in self.sums:
-                self.sums[name] = np.zeros((1, len(squares)))
-                self.counts[name] = np.zeros(1, np.int64)
-            self.sums[name] += squares
-            self.counts[name] += len(inputs)
+                self.sums[name] = np.zeros((n_mat, len(squares)))
+                self.counts[name] = np.zeros(n_mat, np.int64)
+            self.sums[name][row] += squares
+            self.counts[name][row] += len(inputs)
 
     def importance(self, name: str) -> Floats | None:
         """Mean squared input: float32 (n_cols,), (n_mat, n_cols) for experts; None for a tensor without statistics.
@@ -85,18 +86,36 @@ class Statistics:
         self.n_chunks += other.n_chunks
 
 
+def unreached(statistics: Statistics, names: Iterable[str]) -> str:
+    """A sentence on the experts that no token reached, "" where all were."""
+    found = {name: statistics.unreached(name) for name in names if name in statistics.sums}
+    lacking = [name for name, n in found.items() if n]
+    if not lacking:
+        return ""
+    worst = max(lacking, key=lambda name: found[name])
+    n, of = sum(found.values()), sum(len(statistics.counts[name]) for name in found if len(statistics.counts[name]) > 1)
+    return (
+        f"no token of the calibration text reached {n:,} of the {of:,} experts' matrices, most of them in {worst} "
+        f"({found[worst]} of {len(statistics.counts[worst])}); these are rounded by the importance of the other "
+        "experts' inputs: give more text"
+    )
+
+
 class Hessians:
-    """Sums of x x^T over the inputs x of some matrices; tensors that share an input share the sum."""
+    """Sums of x x^T over the inputs x of some matrices; tensors that share an input share the sum.
+
+    Experts have none: theirs would take n_expert times the memory, and few tokens reach each.
+    """
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
         self._sums: dict[str, Floats] = {}
         self._counts: dict[str, int] = {}
 
-    def add(self, names: Iterable[str], inputs: Floats) -> None:
+    def add(self, names: Iterable[str], inputs: Floats, expert: Expert | None = None) -> None:
         """Adds inputs that these tensors share, float32 (n_tokens, n_cols)."""
         chosen = [name for name in names if name in self._names]
-        if not chosen:
+        if not chosen or expert:
             return
         product = inputs.T @ inputs
         known = self._sums.get(chosen[0])
@@ -147,9 +166,14 @@ def calibrate(
 
 
 def inputs_of(engine: Engine) -> dict[tuple[str, ...], int]:
-    """The columns of each input, by the tensors that share it, in the order of the computation."""
+    """The columns of each input, by the tensors that share it, in the order of the computation; of experts none."""
     found: dict[tuple[str, ...], int] = {}
-    engine.observe(np.zeros(1, np.int32), lambda names, inputs: found.update({names: inputs.shape[1]}))
+
+    def note(names: tuple[str, ...], inputs: Floats, expert: Expert | None = None) -> None:
+        if expert is None:
+            found[names] = inputs.shape[1]
+
+    engine.observe(np.zeros(1, np.int32), note)
     return found
 
 
@@ -185,11 +209,16 @@ def hessian_passes(
     done = 0
     for i, chosen in enumerate(sets):
         hessians = Hessians(chosen)
-        reads = [hessians.add] if statistics is None or i else [statistics.add, hessians.add]
+        reads: list[OnInput] = [hessians.add] if statistics is None or i else [statistics.add, hessians.add]
 
-        def on_input(shared: tuple[str, ...], inputs: Floats, reads: Sequence[OnInput] = reads) -> None:
+        def on_input(
+            names: tuple[str, ...],
+            inputs: Floats,
+            expert: Expert | None = None,
+            reads: Sequence[OnInput] = reads,
+        ) -> None:
             for read in reads:
-                read(shared, inputs)
+                read(names, inputs, expert)
 
         for chunk in chunks:
             engine.observe(chunk, on_input)

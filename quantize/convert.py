@@ -11,6 +11,7 @@ from edgert.quantize import rounding
 from edgert.quantize.formats import FORMATS
 from edgert.quantize.gguf_value import Value
 from edgert.quantize.gguf_writer import Writer
+from edgert.quantize.mixes import is_quantizable
 from edgert.quantize.source import Source, open_source
 from edgert.quantize.source_tensor import SourceTensor
 
@@ -46,7 +47,7 @@ def convert(
     resume: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
-    """Writes a GGUF file of floats; vectors and norms stay F32, as llama.cpp has them.
+    """Writes a GGUF file of floats; vectors, norms and routers of experts stay F32, as llama.cpp has them.
 
     format:    "BF16", "F16" or "F32", for the matrices
     progress:  called with the bytes written and their total
@@ -84,7 +85,7 @@ def convert(
 
 def is_vector(tensor: SourceTensor) -> bool:
     """Whether llama.cpp keeps it in F32 whatever the type of the file."""
-    return len(tensor.shape) == 1 or tensor.name.endswith(("_norm.weight", "position_embd.weight"))
+    return not is_quantizable(tensor.name, tensor.shape)
 
 
 def fits_f16(tensor: SourceTensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,9 +17,21 @@ if TYPE_CHECKING:
 
     from edgert.quantize.source import Source
 
-    # Called with the names of tensors that share an input, and the input: float32 (n_tokens, n_cols), valid until
-    # the call returns.
-    OnInput = Callable[[tuple[str, ...], NDArray[np.float32]], object]
+
+class Expert(NamedTuple):
+    """One of the experts that stand in a tensor, and of how many."""
+
+    number: int
+    of: int
+
+
+class OnInput(Protocol):
+    """What is told of a product."""
+
+    def __call__(self, names: tuple[str, ...], inputs: NDArray[np.float32], expert: Expert | None = None) -> object:
+        """names: tensors that share the input; inputs: float32 (n_tokens, n_cols), valid until the call returns;
+        expert: which of those of the tensors read it, None: they hold one matrix"""
+        ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,8 @@ class Engine(Protocol):
     def observe(self, tokens: NDArray[np.int32], on_input: OnInput) -> None:
         """Runs tokens, int32 (n,), and shows the input of every matrix product, the head's included.
 
-        on_input sees each token once for each tensor, in one call or in several.
+        on_input sees each token once for each tensor, in one call or in several; of experts, once for each that the
+        token goes to.
         """
         ...
 

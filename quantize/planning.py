@@ -65,7 +65,8 @@ class Planner:
         self._fixed = {name: self._possible(name, format, format) for name, format in pinned.items()}
         for name, tensor in source.tensors.items():
             if name not in self.shapes:
-                self._fixed[name] = FORMATS["F32"] if len(tensor.shape) == 1 else as_it_is(tensor)
+                is_float = len(tensor.shape) == 1 or tensor.format.name in FLOATS
+                self._fixed[name] = FORMATS["F32"] if is_float else as_it_is(tensor)
         self.open = [name for name in self.shapes if name not in self._fixed]  # left to the budget
 
     def mixed(self, mix: str, calibrated: bool) -> Plan:
@@ -74,6 +75,7 @@ class Planner:
         facts = mixes.ModelFacts(
             a.n_layer,
             n_gqa=a.n_head // a.n_head_kv,
+            n_expert=max(layer.experts.n_expert if layer.experts else 0 for layer in a.layers),
             has_importance=calibrated,
             is_70b=a.n_layer == 80 and a.name in ("llama", "qwen2"),
         )

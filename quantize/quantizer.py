@@ -17,6 +17,7 @@ from typing import Any
 from edgert.errors import DoesNotFitError, ModelFileError, RequestError, UnsupportedFormatError
 from edgert.quantize import comparison, encoding, memory, work_folder
 from edgert.quantize.allocation import Pins
+from edgert.quantize.calibration import unreached
 from edgert.quantize.encoding import Inputs
 from edgert.quantize.engine import open_engine
 from edgert.quantize.gguf_layout import TensorPlan
@@ -314,6 +315,8 @@ class Quantizer:
             self.measuring.notices.append(
                 f"calibrated on {n_tokens:,} tokens only: {FEW_TOKENS:,} or more tell what matters"
             )
+        if statistics and (lacking := unreached(statistics, self.planner.shapes)):
+            self.measuring.notices.append(lacking)
         return Report(
             source=str(source.path),
             source_types=tuple(types),

@@ -164,6 +164,40 @@ CONFIGS |= {
     ),
     "qwen2-yarn": ("Qwen2ForCausalLM", {"rope_parameters": YARN}),
 }  # fmt: skip
+EXPERTS = {**WIDE, "num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "rope_parameters": ROPE}
+SMALL = {"intermediate_size": 96}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralForCausalLM", {**EXPERTS, **SMALL, **HEADS}),
+    "qwen2moe": (
+        "Qwen2MoeForCausalLM",
+        {**EXPERTS, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 64},
+    ),
+    "qwen3moe": ("Qwen3MoeForCausalLM", {**EXPERTS, **HEADS, "moe_intermediate_size": 96, "norm_topk_prob": True}),
+    "olmoe": ("OlmoeForCausalLM", {**EXPERTS, **SMALL, **NO_PAD, "eos_token_id": 0, "num_key_value_heads": 6}),
+    "granitemoe": (
+        "GraniteMoeForCausalLM",
+        {
+            **EXPERTS,
+            **SMALL,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 0.5,
+        },
+    ),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {
+            **EXPERTS,
+            **SMALL,
+            **HEADS,
+            "num_hidden_layers": 4,
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {**YARN, "truncate": True},
+        },
+    ),
+}
 CORPUS = """
 The lighthouse keeper counted the ships that passed before the storm, and wrote each name in a book. In the morning
 the sea was calm again, and only one of them had come back to the harbour. She asked the captain what he had seen;
@@ -175,13 +209,13 @@ CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_e
 
 
 def make_model(name: str, tied: bool = False, seed: int = 1, **changes: Any) -> Any:
-    """A random transformers model of CONFIGS in float32, whose logits are of the order of 1.
+    """A random transformers model of CONFIGS or MIXTURES in float32, whose logits are of the order of 1.
 
     changes:  other values of the config
     """
     torch = pytest.importorskip("torch", reason="transformers makes the checkpoints: pip install torch")
     transformers = pytest.importorskip("transformers", reason="it makes the checkpoints")
-    class_name, options = CONFIGS[name]
+    class_name, options = (CONFIGS | MIXTURES)[name]
     model_class = getattr(transformers, class_name)
     settings = {**SIZES, "tie_word_embeddings": tied, "attn_implementation": "eager", **options, **changes}
     torch.manual_seed(seed)
@@ -190,12 +224,13 @@ def make_model(name: str, tied: bool = False, seed: int = 1, **changes: Any) -> 
         for key, parameter in model.named_parameters():
             if key.endswith(NORMS):
                 parameter += torch.randn_like(parameter) * 0.2
-            elif key.endswith("o_proj.bias"):
+            elif key.endswith("o_proj.bias") and name not in MIXTURES:
                 parameter.zero_()  # edgert has none there; llama checkpoints made from Qwen have zeros
-            elif key.endswith(".bias"):
+            elif key.endswith(("bias", "sinks")):
                 parameter += torch.randn_like(parameter) * 0.5
             else:
-                parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
+                n_inputs = parameter.shape[-2 if name == "gpt-oss" and "experts" in key else -1]
+                parameter.normal_(0, 1.5 / n_inputs**0.5)
     return model
 
 

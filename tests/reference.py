@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.quantize.architecture import Architecture, Layer, describe
+from edgert.quantize.architecture import Architecture, Experts, Layer, describe
 from edgert.quantize.gguf_file import GGUFFile
 
 Floats = NDArray[Any]
@@ -90,7 +90,7 @@ class Reference:
             q, k = norm(q, "attn_q_norm"), norm(k, "attn_k_norm")
         sinks = self.weight(f"blk.{i}.attn_sinks.weight") if layer.has("attn_sinks") else None
         h = attention(rotate(q, layer), rotate(k, layer), v, layer.window, a, sinks)
-        attended = norm(product(h, "attn_output"), "post_attention_norm")
+        attended = norm(product(h, "attn_output"), layer.attention_post_norm)
         before = x
         x = x + attended
         h = norm(before if layer.parallel else x, layer.feed_forward_norm)
@@ -98,6 +98,8 @@ class Reference:
 
     def feed_forward(self, i: int, layer: Layer, h: Floats) -> Floats:
         """(n, n_embd) -> (n, n_embd)."""
+        if layer.experts:
+            return self.mixture(i, layer, layer.experts, h)
         up = self.product(h, f"blk.{i}.ffn_up")
         activation = ACTIVATIONS[self.architecture.activation]
         if layer.has("ffn_gate"):
@@ -107,6 +109,43 @@ class Reference:
         else:
             h = activation(up)
         return self.product(h, f"blk.{i}.ffn_down")
+
+    def mixture(self, i: int, layer: Layer, e: Experts, h: Floats) -> Floats:
+        """What the experts of layer i make of the normed rows (n, n_embd)."""
+        scores = self.product(h, f"blk.{i}.ffn_gate_inp")
+        if e.gating == "softmax":
+            scores = np.exp(log_softmax(scores)).astype(h.dtype)
+        chosen = np.argsort(-scores, axis=1, kind="stable")[:, : e.n_used]
+        shares = np.take_along_axis(scores, chosen, 1)
+        if e.gating == "chosen":
+            shares = np.exp(log_softmax(shares)).astype(h.dtype)
+        if e.norm:
+            shares = shares / shares.sum(1, keepdims=True)
+        out = np.zeros_like(h)
+        for expert in range(e.n_expert):
+            rows, places = np.nonzero(chosen == expert)
+
+            def product(x: Floats, part: str, expert: int = expert) -> Floats:
+                name = f"blk.{i}.ffn_{part}_exps"
+                y = x @ self.weight(f"{name}.weight")[expert].T
+                return y + self.weight(f"{name}.bias")[expert] if f"{name}.bias" in self.tensors else y
+
+            if layer.has("ffn_gate_up_exps"):
+                gate, up = np.split(product(h[rows], "gate_up"), 2, axis=1)
+            else:
+                gate, up = product(h[rows], "gate"), product(h[rows], "up")
+            out[rows] += shares[rows, places, None] * product(self.gated(gate, up), "down")
+        if layer.has("ffn_up_shexp"):
+            hidden = self.gated(*(self.product(h, f"blk.{i}.ffn_{part}_shexp") for part in ("gate", "up")))
+            share = 1 / (1 + np.exp(-self.product(h, f"blk.{i}.ffn_gate_inp_shexp")))
+            out += share.reshape(-1, 1) * self.product(hidden, f"blk.{i}.ffn_down_shexp")
+        return out
+
+    def gated(self, gate: Floats, up: Floats) -> Floats:
+        if self.architecture.activation != "swiglu_oai":
+            return ACTIVATIONS[self.architecture.activation](gate) * up
+        gate = np.minimum(gate, 7)
+        return gate / (1 + np.exp(-gate.dtype.type(1.702) * gate)) * (np.clip(up, -7, 7) + 1)
 
     def product(self, h: Floats, name: str) -> Floats:
         """(n, columns) -> (n, rows), with the bias where there is one."""

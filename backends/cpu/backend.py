@@ -15,22 +15,22 @@ from edgert.backends.cpu import compiler
 from edgert.backends.cpu.cache import PagedCache, cache_type
 from edgert.backends.cpu.copies import Keeper
 from edgert.backends.cpu.footprint import N_BATCH, check_fit
-from edgert.backends.cpu.graph import (
-    N_NARROW,
-    N_TOKENS,
-    N_WANTED,
-    N_WANTED_TILED,
-    N_WIDE,
-    SPARE,
-    Graph,
-    Shape,
-)
+from edgert.backends.cpu.graph import Graph
 from edgert.backends.cpu.isa import select
 from edgert.backends.cpu.layouts import BLOCK, CACHE_TYPES, CODECS, PAGE, WINDOW
 from edgert.backends.cpu.memory import aligned
 from edgert.backends.cpu.model_weights import pack_model
 from edgert.backends.cpu.parts import Walk
 from edgert.backends.cpu.sampling import NAMES as SAMPLING_KERNELS
+from edgert.backends.cpu.step import (
+    N_NARROW,
+    N_TOKENS,
+    N_WANTED,
+    N_WANTED_TILED,
+    N_WIDE,
+    SPARE,
+    Shape,
+)
 from edgert.backends.cpu.tape import Op, Tape
 from edgert.backends.cpu.team import KERNELS as TEAM_KERNELS
 from edgert.backends.cpu.team import Team
@@ -194,10 +194,12 @@ class CpuBackend(Backend):
         for words, reads in tape.pieces():
             if len(words):
                 self._team.run(words)
-            on_input(reads.matrix.names, reads.values(int(self._graph.header[reads.count])))
+            for rows, expert in reads.calls(self._graph.header):
+                on_input(reads.matrix.names, rows, expert)
 
     def replace(self, name: str, values: NDArray[np.float32], first: int = 0) -> None:
         places = self._graph.weights.find(name)
+        values = values.reshape(-1, values.shape[-1])  # experts one below the other
         shape = sum(part.rows.count for _, part in places), places[0][0].n_cols
         n_rows, n_cols = values.shape
         if n_cols != shape[1] or first + n_rows > shape[0]:
@@ -462,6 +464,7 @@ def _check(file: Model[Any], a: Architecture, n_ctx: int) -> None:
     if a.head_dim % 16:
         reasons.append(f"heads of {a.head_dim} (not a multiple of 16)")
     sizes = sorted({a.n_embd, *(size for layer in a.layers for size in (layer.n_ff, layer.n_head * a.head_dim))})
+    sizes += sorted({layer.experts.n_ff for layer in a.layers if layer.experts})
     if any(size % BLOCK for size in sizes):
         reasons.append(f"sizes {', '.join(map(str, sizes))} that are not multiples of {BLOCK}")
     for layer in a.layers:

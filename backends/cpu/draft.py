@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from edgert.backends.base import Stakes
 from edgert.backends.cpu import compiler
 from edgert.backends.cpu.backend import ONE, CpuBackend
-from edgert.backends.cpu.graph import N_WANTED_TILED, SPARE
 from edgert.backends.cpu.guessing import PLACE, ROWS, Guessing
 from edgert.backends.cpu.memory import aligned
 from edgert.backends.cpu.sampling import Chain, Some
+from edgert.backends.cpu.step import N_WANTED_TILED, SPARE
 from edgert.backends.cpu.tape import Tape
 from edgert.backends.cpu.team import LEAVE
 from edgert.backends.cpu.weights import Packer

@@ -11,10 +11,10 @@ from math import prod
 from typing import Any
 
 from edgert.backends.cpu.cache import cache_bytes, cache_type
-from edgert.backends.cpu.layouts import BLOCK, CACHE_TYPES, CODEC_OF, CODECS, WINDOW
+from edgert.backends.cpu.layouts import BLOCK, CACHE_TYPES, CODEC_OF, CODECS, TILE_TOKENS, WINDOW
 from edgert.devices import fitting
 from edgert.errors import DoesNotFitError
-from edgert.quantize.architecture import Architecture, describe, is_matrix
+from edgert.quantize.architecture import Architecture, Experts, describe, is_matrix
 from edgert.quantize.gguf_file import Model
 
 N_BATCH = 512  # tokens of one prefill step
@@ -80,7 +80,7 @@ def _weights(file: Model[Any], a: Architecture, weights_as: str | None) -> int:
             continue
         codec = weights_as or CODEC_OF.get(file.tensor(name).format.name)
         if codec:
-            total += -(-shape[0] // LANES) * CODECS[codec].panel_bytes(shape[1], LANES)
+            total += -(-prod(shape[:-1]) // LANES) * CODECS[codec].panel_bytes(shape[-1], LANES)
         else:  # what the backend will refuse
             total += file.tensor(name).n_bytes
     return total
@@ -93,7 +93,15 @@ def _buffers(a: Architecture, n_ctx: int) -> int:
     # Prepared rows: int8 with their words, bf16 tiles, and the gated product's tiles.
     row = 4 * floats + most * 7 // 2 + 2 * a.n_ff
     rows = min(N_BATCH, -(-n_ctx // WINDOW) * WINDOW)
-    return rows * row + 9 * 4 * a.n_vocab
+    return rows * row + max(_slots(a, layer.experts, rows) for layer in a.layers) + 9 * 4 * a.n_vocab
+
+
+def _slots(a: Architecture, experts: Experts | None, rows: int) -> int:
+    """Rows once for each of their experts, as a step of so many rows spreads them: bf16 tiles, the gated ones' too."""
+    if experts is None:
+        return 0
+    slots = rows * experts.n_used + (TILE_TOKENS - 1) * min(experts.n_expert, rows * experts.n_used)
+    return 4 * rows * a.n_embd + slots * 2 * (max(a.n_embd, experts.n_ff) + experts.n_ff)
 
 
 def check_fit(

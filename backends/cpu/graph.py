@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from edgert.backends.cpu.cache import PagedCache
 from edgert.backends.cpu.compiler import name_of
+from edgert.backends.cpu.expert_ops import ExpertOps, needs_experts
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.layouts import (
     CHUNK,
@@ -30,43 +31,25 @@ from edgert.backends.cpu.layouts import (
 )
 from edgert.backends.cpu.memory import Arena, aligned
 from edgert.backends.cpu.model_weights import LayerWeights, ModelWeights, Norm
+from edgert.backends.cpu.step import (
+    N_NARROW,
+    N_PLACES,
+    N_TOKENS,
+    N_WANTED,
+    N_WANTED_TILED,
+    N_WIDE,
+    SPARE,
+    ZERO,
+    Group,
+    Shape,
+    width_for,
+)
 from edgert.backends.cpu.tape import Op, Reads, float_bits
 from edgert.backends.cpu.weights import Matrix
 from edgert.quantize.architecture import Architecture, Layer, Rope
 
-SPARE = 8  # rows that buffers have beyond n_batch, since products run in steps of up to so many
-WIDTHS = (1, 2, 3, 4, 5, 6, 8)  # tokens that a product kernel may run together
 ARENA_BYTES = 8 << 20  # of buffers allocated at a time
 PRIVATE_ROWS = 2  # up to so many rows every thread prepares its own copy instead of meeting the others
-
-# Places in a step's header.
-N_TOKENS, N_WIDE, N_NARROW, N_WANTED, ZERO, N_WANTED_TILED = range(6)
-
-
-def width_for(n: int) -> int:
-    """The narrowest product kernel that runs n tokens at once, or the widest."""
-    return next((width for width in WIDTHS if width >= n), WIDTHS[-1])
-
-
-@dataclass(frozen=True)
-class Group:
-    """Rows that take the same kernels: from which row, how many (places in the header), in which form, how wide."""
-
-    first: int
-    count: int
-    form: str  # of rows beside packed weights: "int8", "pairs" or "tiles"
-    width: int
-    private: bool = False
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What of a step decides its tape: whether there are wide rows, and the widths of the other products."""
-
-    wide: bool
-    narrow: int  # width of the narrow rows' products, 0: none
-    wanted: int  # width of the head's product, 0: no logits, TILE_TOKENS: by tiles
-    private: bool
 
 
 class Graph:
@@ -88,7 +71,7 @@ class Graph:
         self.tile_head = self.tiles and tile_head
         rows = n_batch + SPARE
         arena = self.arena = Arena(ARENA_BYTES)
-        self.header = arena.integers(8)
+        self.header = arena.integers(N_PLACES)
         self.tokens, self.positions, self.slots, self.wanted = (arena.integers(rows) for _ in range(4))
         # To which position each row's attention looks.
         self.reach = arena.integers(rows) if a.encoder else self.positions
@@ -115,6 +98,7 @@ class Graph:
         }
         self.forms["pairs"] = self.forms["int8"]
         self.gated_tiles = arena.take(rows * a.n_ff * 2 if self.tiles else 0)
+        self.experts = ExpertOps(self, rows) if needs_experts(a) else None
         group = max(layer.n_head // layer.n_head_kv for layer in a.layers)
         self.tile_attention = self.tiles and a.head_dim % 32 == 0
         groups = range(1, group + 1)
@@ -170,14 +154,20 @@ class Graph:
                 ops += self._up(groups, weights)
             ops += self._attention(shape, i)
             ops += self._from_attention(shape, groups, i, weights.attn_output)
-            post = weights.norms.get("post_attention_norm")
+            post = weights.norms.get(layer.attention_post_norm)
             ops += self._product(groups, weights.attn_output, *self._residual(post))
-            if not layer.parallel:
-                ops += self._norm(groups, weights.norms.get(layer.feed_forward_norm), gates, post)
-                ops += self._up(groups, weights, private=post is None)
-            ops += self._activate(groups, weights)
-            post = weights.norms.get("post_ffw_norm")
-            ops += self._product(groups, weights.ffn_down, *self._residual(post), gated=weights.gate_up is not None)
+            if self.experts and layer.experts and weights.experts:
+                norm = weights.norms.get(layer.feed_forward_norm)
+                ops += self.experts.block(groups, weights.experts, layer.experts, norm, post)
+                post = None
+            else:
+                if not layer.parallel:
+                    ops += self._norm(groups, weights.norms.get(layer.feed_forward_norm), gates, post)
+                    ops += self._up(groups, weights, private=post is None)
+                ops += self._activate(groups, weights)
+                post = weights.norms.get("post_ffw_norm")
+                y = self._residual(post)
+                ops += self._product(groups, weights.ffn_down, *y, gated=weights.gate_up is not None)
             ops[-1].ends_layer = True
         if shape.wanted:
             if post is not None:
@@ -206,7 +196,7 @@ class Graph:
                 op.reads = replace(op.reads, form="f32", rows=self.floats)
             elif op.reads is not None and op.reads.form == "tiles":
                 reads, n_cols = op.reads, op.reads.matrix.n_cols
-                rows = self.floats[: len(self.tokens) * n_cols * 4]
+                rows = self.floats
                 ops.append(Op("untile", [_address(reads.rows), n_cols, self._at(reads.count), _address(rows)]))
                 op.reads = replace(reads, form="f32", rows=rows)
             ops.append(op)
@@ -216,7 +206,7 @@ class Graph:
     def floats(self) -> NDArray[np.uint8]:
         """Room for the widest rows in float32, where tiles are spread out."""
         most = max(matrix.n_cols for matrix in self.weights.matrices())
-        return self.arena.take(len(self.tokens) * most * 4)
+        return self.arena.take(max(len(self.tokens), self.experts.n_slots if self.experts else 0) * most * 4)
 
     def state(self, n: int) -> list[NDArray[Any]]:
         """What the next layer finds of a step of n rows, and nothing else."""
@@ -301,9 +291,13 @@ class Graph:
         window: int = 0,
         sinks: NDArray[np.float32] | None = None,
         parameters: Mapping[str, object] | None = None,
-        out: NDArray[np.uint8] | None = None,
+        out: NDArray[Any] | None = None,
+        words: NDArray[np.uint8] | None = None,
     ) -> Op:
-        """An op of `kernels/rows.py`; with `private`, every thread prepares all rows for itself and does not wait."""
+        """An op of `kernels/rows.py`; with `private`, every thread prepares all rows for itself and does not wait.
+
+        out, words:  where the rows go; None: to the graph's own of that form
+        """
         a = self.architecture
         kind = {"norm": a.norm} if (norm or post) and a.norm != "rms" else {}
         return Op(
@@ -316,7 +310,7 @@ class Graph:
                 self._at(group.first),
                 self._at(group.count),
                 _address(self.forms[form] if out is None else out),
-                self.words.ctypes.data,
+                _address(self.words if words is None else words),
                 self.private_stride if private else 0,
                 _address(index),
                 float_bits(a.norm_eps),
@@ -400,9 +394,12 @@ class Graph:
         epilogue: str,
         private: bool = True,
         gated: bool = False,
+        rows: NDArray[np.uint8] | None = None,
     ) -> Op:
+        """rows: what it reads; None: the graph's own of the matrix' form."""
         form = _form(group, matrix)
-        rows = self.gated_tiles if gated and form == "tiles" else self.forms[form]
+        if rows is None:
+            rows = self.gated_tiles if gated and form == "tiles" else self.forms[form]
         reads = Reads(matrix, form, group.count, rows, self.words)
         parameters = {"codec": matrix.codec, "epilogue": epilogue} | ({} if matrix.bias is None else {"bias": "yes"})
         parameters |= {"form": "pairs"} if form == "pairs" else {}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgert.backends.cpu.weights import Matrix, Packer, Part, Rows
-from edgert.quantize.architecture import Architecture, Layer
+from edgert.quantize.architecture import Architecture, Experts, Layer
 
 
 @dataclass(frozen=True)
@@ -22,22 +22,55 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class FeedForward:
+    """The matrices of one expert, or of several, one below the other; gate and up apart where gate_up is None."""
+
+    gate_up: Matrix | None
+    gate: Matrix | None
+    up: Matrix | None
+    down: Matrix
+
+    def matrices(self) -> Iterator[Matrix]:
+        yield from (matrix for matrix in (self.gate_up, self.gate, self.up, self.down) if matrix)
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """A mixture of experts.
+
+    router:      float32, one row for each expert; then the row of the shared expert's share, if that is not 1
+    preference:  float32 (n_expert) added to the scores by which experts are chosen, or None
+    shared:      the expert that sees every token
+    """
+
+    router: list[Matrix]
+    preference: NDArray[np.float32] | None
+    routed: FeedForward
+    shared: FeedForward | None
+
+    def all(self) -> list[FeedForward]:
+        return [self.routed, self.shared] if self.shared else [self.routed]
+
+
+@dataclass(frozen=True)
 class LayerWeights:
     """The packed tensors of a layer; a list holds matrices that stand one below the other.
 
     norms:    by name, those that the layer has
     gate_up:  panels of both in turn, if they have one codec
     gate:     empty where gate_up is there, or the layer has no gate
+    experts:  in place of gate, up and ffn_down
     """
 
     norms: Mapping[str, Norm]
     qkv: list[Matrix]
     attn_output: list[Matrix]
-    gate_up: Matrix | None
-    gate: list[Matrix]
-    up: list[Matrix]
-    ffn_down: list[Matrix]
+    gate_up: Matrix | None = None
+    gate: Sequence[Matrix] = ()
+    up: Sequence[Matrix] = ()
+    ffn_down: Sequence[Matrix] = ()
     sinks: NDArray[np.float32] | None = None
+    experts: ExpertWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +105,7 @@ class ModelWeights:
         return list(found.values())
 
     def matrices(self) -> Iterator[Matrix]:
-        """Every packed matrix."""
+        """Every packed matrix, but for routers."""
         yield self.token_embd
         yield from self.output
         if self.position_embd:
@@ -83,6 +116,8 @@ class ModelWeights:
             yield from (*layer.qkv, *layer.attn_output, *layer.gate, *layer.up, *layer.ffn_down)
             if layer.gate_up:
                 yield layer.gate_up
+            for block in layer.experts.all() if layer.experts else ():
+                yield from block.matrices()
 
 
 def pack_model(architecture: Architecture, packer: Packer) -> ModelWeights:
@@ -119,23 +154,52 @@ def _pack_layer(a: Architecture, layer: Layer, prefix: str, packer: Packer) -> L
         for name in layer.tensors
         if name.endswith(("norm.weight", "norm_2.weight"))
     }
-    qkv = ["attn_qkv"] if layer.has("attn_qkv") else ["attn_q", "attn_k", "attn_v"]
+    parts = ["attn_qkv"] if layer.has("attn_qkv") else ["attn_q", "attn_k", "attn_v"]
+    attention = LayerWeights(
+        norms,
+        qkv=packer.pack([f"{prefix}{part}.weight" for part in parts]),
+        attn_output=packer.pack([f"{prefix}attn_output.weight"]),
+        sinks=packer.vector(f"{prefix}attn_sinks.weight") if layer.has("attn_sinks") else None,
+    )
+    if layer.experts:
+        return replace(attention, experts=_pack_experts(layer, layer.experts, prefix, packer))
     gate, up = None, Rows(f"{prefix}ffn_up.weight", 0, layer.n_ff)
     if layer.has("ffn_gate"):
         gate = Rows(f"{prefix}ffn_gate.weight", 0, layer.n_ff)
     elif layer.gate_is_fused:
         gate, up = up, Rows(f"{prefix}ffn_up.weight", layer.n_ff, layer.n_ff)
     pair = packer.pack_pair(gate, up) if gate else None
-    return LayerWeights(
-        norms,
-        qkv=packer.pack([f"{prefix}{part}.weight" for part in qkv]),
-        attn_output=packer.pack([f"{prefix}attn_output.weight"]),
+    return replace(
+        attention,
         gate_up=pair,
         gate=packer.pack([gate]) if gate and not pair else [],
         up=[] if pair else packer.pack([up]),
         ffn_down=packer.pack([f"{prefix}ffn_down.weight"]),
-        sinks=packer.vector(f"{prefix}attn_sinks.weight") if layer.has("attn_sinks") else None,
     )
+
+
+def _pack_experts(layer: Layer, experts: Experts, prefix: str, packer: Packer) -> ExpertWeights:
+    n, n_ff = experts.n_expert, experts.n_ff
+    router = [f"{prefix}{name}.weight" for name in ("ffn_gate_inp", "ffn_gate_inp_shexp") if layer.has(name)]
+    if layer.has("ffn_gate_up_exps"):
+        fused = f"{prefix}ffn_gate_up_exps.weight"
+        pairs = [Rows(fused, part * n_ff, n_ff) for part in range(2 * n)]
+    else:
+        pairs = [Rows(f"{prefix}ffn_{part}_exps.weight", 0, n * n_ff) for part in ("gate", "up")]
+    preference = packer.vector(f"{prefix}exp_probs_b.bias") if "exp_probs_b.bias" in layer.tensors else None
+    shared = None
+    if layer.has("ffn_up_shexp"):
+        one = [Rows(f"{prefix}ffn_{part}_shexp.weight", 0, layer.n_ff) for part in ("gate", "up")]
+        shared = _pack_feed_forward(one, f"{prefix}ffn_down_shexp.weight", packer)
+    routed = _pack_feed_forward(pairs, f"{prefix}ffn_down_exps.weight", packer)
+    return ExpertWeights(packer.router(router), preference, routed, shared)
+
+
+def _pack_feed_forward(pairs: list[Rows], down: str, packer: Packer) -> FeedForward:
+    """pairs: of gate and up, of one codec where they are more than one pair."""
+    pair = packer.pack_pairs(pairs)
+    gate, up = (None, None) if pair else (packer.pack([rows])[0] for rows in pairs)
+    return FeedForward(pair, gate, up, packer.pack([down])[0])
 
 
 def _norm(a: Architecture, packer: Packer, name: str, tensors: Container[str]) -> Norm:

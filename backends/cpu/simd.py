@@ -23,6 +23,7 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 Value = Any  # an llvmlite value
 ACTIVATIONS = ("silu", "gelu", "gelu_erf", "relu", "relu_sqr")
+GATED = (*ACTIVATIONS, "swiglu_oai")  # what `Emitter.glu` knows
 
 
 class Var:
@@ -280,6 +281,21 @@ class Emitter:
         kind, one = x.type, self.const(x.type, 1.0)
         grown = self.exp(self.b.fmul(x, self.const(kind, 2.0)))
         return self.b.fsub(one, self.b.fdiv(self.const(kind, 2.0), self.b.fadd(grown, one)))
+
+    def glu(self, activation: str, gate: Value, up: Value) -> Value:
+        """activation(gate) * up; swiglu_oai: gpt-oss's clamped form.
+
+        Source: GptOssExperts of transformers.
+        """
+        if activation != "swiglu_oai":
+            return self.b.fmul(self.gate(activation, gate), up)
+        kind, limit = gate.type, 7.0
+        gate = self.minimum(self.const(kind, limit), gate)  # in this order NaN remains NaN
+        up = self.maximum(self.const(kind, -limit), self.minimum(self.const(kind, limit), up))
+        scaled = self.b.fmul(gate, self.const(kind, -1.702))
+        one = self.const(kind, 1.0)
+        gate = self.b.fdiv(gate, self.b.fadd(one, self.exp(scaled)))
+        return self.fma(gate, up, gate)
 
     # bytes
     def look_up(self, table: Value, codes: Value) -> Value:

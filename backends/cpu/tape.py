@@ -12,11 +12,25 @@ from numpy.typing import NDArray
 from edgert.backends.cpu.layouts import BLOCK, WORDS_BYTES
 from edgert.backends.cpu.memory import Arena
 from edgert.backends.cpu.weights import Matrix
+from edgert.quantize.engine import Expert
 
 
 def float_bits(value: float) -> int:
     """A float32 as the int64 argument that kernels read it from."""
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Rows that stand sorted by expert.
+
+    table:   as `kernels/gather.py` writes it
+    n_runs:  place in the step's header of its length
+    """
+
+    table: NDArray[np.int64]
+    n_runs: int
+    n_expert: int
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,7 @@ class Reads:
     form:   "int8", "pairs", "f32" or "tiles"
     count:  place in the step's header of the number of rows
     words:  of the forms "int8" and "pairs"
+    runs:   whose rows these are, where a tensor holds several experts
     """
 
     matrix: Matrix
@@ -33,6 +48,17 @@ class Reads:
     count: int
     rows: NDArray[np.uint8]
     words: NDArray[np.uint8]
+    runs: Runs | None = None
+
+    def calls(self, header: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.float32], Expert | None]]:
+        """The rows of the step that the header tells of, as `values`; of experts those of each that has some."""
+        values = self.values(int(header[self.count]))
+        if self.runs is None:
+            yield values, None
+            return
+        count = self.runs.n_expert
+        for number, first, n in self.runs.table[: header[self.runs.n_runs]].tolist():
+            yield values[first : first + n], Expert(number, count) if count > 1 else None
 
     def values(self, n: int) -> NDArray[np.float32]:
         """The first n rows as float32 (n, n_cols); not for tiles."""

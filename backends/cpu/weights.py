@@ -138,26 +138,44 @@ class Packer:
         part = Part(Rows(name, 0, len(ids)), 0, 1)
         bias = self._bias([part.rows], panels)
         if bias is not None:
-            bias[: len(ids)] = self._file.tensor(_bias_of(name)).rows(0, 1)[0][ids]
+            bias[: len(ids)] = self._small(_bias_of(name))[ids]
         matrix = Matrix(codec.name, len(ids), tensor.n_cols, panels, data, (part,), bias)
         pack_rows(self._team, self._isa, tensor.format.name, rows, matrix, part)
         return matrix
 
     def pack_pair(self, gate: Rows, up: Rows) -> Matrix | None:
         """Packs rows with their panels in turn; None if their codecs differ, or they have biases."""
-        if self._codec(gate.name) != self._codec(up.name) or gate.count % (2 * self._isa.lanes):
-            return None
         if any(_bias_of(rows.name) in self._file.tensors for rows in (gate, up)):
             return None
-        return self._join([gate, up], interleave=True)
+        return self.pack_pairs([gate, up])
+
+    def pack_pairs(self, pairs: list[Rows]) -> Matrix | None:
+        """Packs pairs of rows one below the other, the panels of each pair in turn, and so its biases.
+
+        None if their codecs differ.
+        """
+        if len({self._codec(rows.name) for rows in pairs}) > 1 or pairs[0].count % (2 * self._isa.lanes):
+            return None
+        return self._join(pairs, interleave=True)
+
+    def router(self, names: Sequence[str]) -> list[Matrix]:
+        """Packs what chooses between experts, in float32 whatever the other matrices become."""
+        kept, self._all_as = self._all_as, "f32"
+        try:
+            return self.pack(names)
+        finally:
+            self._all_as = kept
 
     def vector(self, name: str) -> NDArray[np.float32]:
-        """A small tensor as float32 (n,)."""
-        tensor = self._file.tensor(name)
-        values = tensor.rows(0, tensor.n_rows).reshape(-1)
+        """A small tensor as float32."""
+        values = self._small(name)
         place = self._arena.floats(len(values))
         place[:] = values
         return place
+
+    def _small(self, name: str) -> NDArray[np.float32]:
+        tensor = self._file.tensor(name)
+        return tensor.rows(0, tensor.n_rows).reshape(-1)
 
     def _rows(self, name: str | Rows) -> Rows:
         return name if isinstance(name, Rows) else Rows(name, 0, self._file.tensor(name).n_rows)
@@ -174,7 +192,7 @@ class Packer:
         at = 0
         for rows in group:
             if _bias_of(rows.name) in self._file.tensors:
-                values = self._file.tensor(_bias_of(rows.name)).rows(0, 1)[0]
+                values = self._small(_bias_of(rows.name))
                 bias[at : at + rows.count] = values[rows.start : rows.start + rows.count]
             at += rows.count
         return bias
@@ -191,10 +209,15 @@ class Packer:
         data = self._arena.take(n_bytes) if copied is None else copied
         parts, first = [], 0
         for i, rows in enumerate(group):
-            at, step = (i, len(group)) if interleave else (first, 1)
-            parts.append(Part(rows, at, step))
-            first += n_panels(rows.count, lanes)
-        matrix = Matrix(codec.name, n_rows, n_cols, panels, data, tuple(parts), self._bias(group, panels))
+            parts.append(Part(rows, first, 1 + interleave))
+            if not interleave:
+                first += n_panels(rows.count, lanes)
+            else:  # the second of a pair begins a panel after the first, and the next pair where both end
+                first += 2 * n_panels(rows.count, lanes) - 1 if i % 2 else 1
+        bias = self._bias(group, panels)
+        if bias is not None and interleave:
+            bias = _in_turn(bias, [part.rows.count // lanes for part in parts], lanes)
+        matrix = Matrix(codec.name, n_rows, n_cols, panels, data, tuple(parts), bias)
         if copied is None:
             for part in parts:
                 self._pack_part(matrix, part)
@@ -234,6 +257,13 @@ class Packer:
 
 def _bias_of(name: str) -> str:
     return name.removesuffix("weight") + "bias"
+
+
+def _in_turn(bias: NDArray[np.float32], counts: Sequence[int], lanes: int) -> NDArray[np.float32]:
+    """The biases of pairs, one member below the other, in the order of panels that take turns."""
+    members = np.split(bias.reshape(-1, lanes), np.cumsum(counts)[:-1])
+    pairs = zip(members[::2], members[1::2], strict=True)
+    return np.concatenate([np.stack(pair, 1).reshape(-1) for pair in pairs])
 
 
 def pack_rows(

@@ -198,6 +198,7 @@ def _check(file: GGUFFile, a: Architecture) -> None:
         "fused tensors": "attn_qkv.weight" in tensors or any(layer.gate_is_fused for layer in a.layers),
         "feed-forward blocks without a gate": "ffn_gate.weight" not in tensors,
         "blocks side by side": any(layer.parallel for layer in a.layers),
+        "a mixture of experts": any(layer.experts for layer in a.layers),
         "blocks without a norm before them": not {"attn_norm.weight", "ffn_norm.weight"} <= tensors,
         "norms of whole rows of q and k": any(
             layer.tensors.get("attn_q_norm.weight", (a.head_dim,)) != (a.head_dim,) for layer in a.layers

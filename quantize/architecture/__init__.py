@@ -6,44 +6,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from edgert.errors import UnsupportedFormatError
-from edgert.quantize.architecture.base import Architecture, Layer, Rope, is_matrix
+from edgert.quantize.architecture.base import Architecture, Experts, Layer, Rope, is_matrix
 from edgert.quantize.architecture.checks import check
 
 if TYPE_CHECKING:
     from edgert.quantize.gguf_file import Model
 
-__all__ = ["FAMILIES", "Architecture", "Layer", "Rope", "describe", "expected", "is_matrix"]
+__all__ = ["FAMILIES", "Architecture", "Experts", "Layer", "Rope", "describe", "expected", "is_matrix"]
 
 FAMILIES = (
-    *(
-        "arcee",
-        "bert",
-        "cohere2",
-        "command-r",
-        "falcon",
-        "gemma",
-        "gemma2",
-        "gemma3",
-        "glm4",
-        "gpt2",
-        "gptneox",
-        "granite",
-        "llama",
-    ),
-    *(
-        "minicpm",
-        "nemotron",
-        "nomic-bert",
-        "olmo2",
-        "phi2",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "smollm3",
-        "stablelm",
-        "starcoder",
-        "starcoder2",
-    ),
+    *("arcee", "bert", "cohere2", "command-r", "falcon", "gemma", "gemma2", "gemma3", "glm4", "gpt-oss", "gpt2"),
+    *("gptneox", "granite", "granitemoe", "llama", "minicpm", "nemotron", "nomic-bert", "olmo2", "olmoe", "phi2"),
+    *("phi3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "smollm3", "stablelm", "starcoder", "starcoder2"),
 )
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Activation = Literal["silu", "gelu", "gelu_erf", "relu", "relu_sqr"]
+Activation = Literal["silu", "gelu", "gelu_erf", "relu", "relu_sqr", "swiglu_oai"]
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors by name, rows first, in the order of the computation
 
 
@@ -47,11 +47,30 @@ class Rope:
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor multiplies, or its rows are looked up; norms of each head may have two dimensions as well."""
-    return len(shape) > 1 and not name.endswith("_norm.weight")
+    """Whether a tensor multiplies, or its rows are looked up; norms of heads and biases of experts do not."""
+    return len(shape) > 1 and not name.endswith(("_norm.weight", ".bias"))
 
 
 NO_ROPE = Rope(0, 1.0, "norm")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: each token goes to the n_used of them that its router prefers.
+
+    n_ff:    of one expert
+    gating:  what an expert's share is made of its logit by: the softmax or the sigmoid of all; "chosen": the softmax
+             of the chosen ones' logits
+    norm:    shares are divided by their sum
+    scale:   what they are multiplied by then
+    """
+
+    n_expert: int = 0
+    n_used: int = 0
+    n_ff: int = 0
+    gating: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    norm: bool = True
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +80,7 @@ class Layer:
     tensors:   by name in the layer; which there are says what is computed, as Architecture tells
     window:    attention sees this many latest positions (itself included); 0: all
     parallel:  the feed-forward block reads x as it is before the attention
+    experts:   the feed-forward block is a mixture; n_ff is then that of the expert that sees every token, 0: none
     """
 
     n_head: int
@@ -70,6 +90,7 @@ class Layer:
     rope: Rope
     window: int = 0
     parallel: bool = False
+    experts: Experts | None = None
 
     def has(self, name: str) -> bool:
         """Whether it has the tensor name.weight."""
@@ -87,7 +108,15 @@ class Layer:
         """The norm through which the feed-forward block reads x, "" for none."""
         if self.has("ffn_norm") or self.has("attn_output_norm"):
             return "ffn_norm"
+        if self.has("post_attention_norm") and not self.has("post_ffw_norm"):
+            return "post_attention_norm"
         return "attn_norm" if self.parallel else ""
+
+    @property
+    def attention_post_norm(self) -> str:
+        """The norm of what attention adds to x, "" for none."""
+        own = self.has("post_attention_norm") and self.feed_forward_norm != "post_attention_norm"
+        return "post_attention_norm" if own else ""
 
     @property
     def gate_is_fused(self) -> bool:
@@ -107,6 +136,10 @@ class Architecture:
         h = norm(x, ffn_norm);  u = activation(W h) * (W h), of ffn_gate and ffn_up, or of both halves of a double
             ffn_up;  u = activation(W h) where there is no gate
         x += norm(W u, post_ffw_norm)                                                             W: ffn_down
+    (post_attention_norm stands for ffn_norm where a layer has neither this nor post_ffw_norm.)
+    With experts, the last two lines are those of each chosen one, times its share, which the router finds from the
+    same h by ffn_gate_inp; exp_probs_b counts for the choice alone. A shared expert (ffn_*_shexp) sees every token,
+    with the share 1, or sigmoid(ffn_gate_inp_shexp . h).
     In a parallel layer both blocks read the x that came in, through one norm if there is no ffn_norm.
     logits = output norm(x, output_norm) * logit_scale (+ output.bias).
     A softcapping c > 0 replaces scores or logits y by c * tanh(y / c).
@@ -165,7 +198,7 @@ class Architecture:
     @property
     def post_norm(self) -> bool:
         """Whether what a block adds to x is normed."""
-        return self._has("post_attention_norm.weight") or self._has("post_ffw_norm.weight")
+        return any(layer.attention_post_norm or layer.has("post_ffw_norm") for layer in self.layers)
 
     @property
     def tied_head(self) -> bool:

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from edgert.errors import ModelFileError, UnsupportedFormatError
-from edgert.quantize.architecture.base import NO_ROPE, Activation, Architecture, Layer, Rope, Shapes
+from edgert.quantize.architecture import mixture
+from edgert.quantize.architecture.base import NO_ROPE, Activation, Architecture, Experts, Layer, Rope, Shapes
 from edgert.quantize.architecture.rope import FACTORS, LONG_FACTORS, SHORT_FACTORS, read_rope
 from edgert.quantize.gguf_file import Model
 
@@ -90,6 +91,7 @@ def describe(
     gated: bool = True,
     activation: Activation = "silu",
     parallel: bool = False,
+    experts: Experts | None = None,
 ) -> Architecture:
     """The description of a family whose layers are alike but for their sizes.
 
@@ -100,12 +102,12 @@ def describe(
     norms:       those that a layer has
     qk_norm:     of q and k: "" none, "head" each head alike, "heads" each head by weights of its own, "row" all at once
     qkv_bias:    whether q, k and v must have biases
+    experts:     how they are chosen where the file has some; its sizes count
 
     Raises: ModelFileError, UnsupportedFormatError.
     """
     keys = Keys(file)
-    if keys.integer("expert_count", default=0, least=0):
-        raise UnsupportedFormatError(f"{file.path} is a mixture of experts, which edgert does not run.")
+    experts = mixture.read(keys, experts)
     n_layer = keys.integer("block_count")
     if n_layer > len(file.tensors):
         raise keys.error("block_count", f"is {n_layer}, and the file has {len(file.tensors)} tensors")
@@ -125,8 +127,13 @@ def describe(
     layers = []
     for heads, heads_kv, n_ff in zip(n_head, n_head_kv, keys.of_layers("feed_forward_length", n_layer), strict=True):
         q, kv = heads * head_dim, heads_kv * head_dim
-        tensors = _layer_tensors(n_embd, q, kv, n_ff, head_dim, norms, qk_norm, gated, stored)
-        layers.append(Layer(heads, heads_kv, n_ff, _with_biases(tensors, stored, norm), rope, parallel=parallel))
+        if experts:
+            n_ff = mixture.shared_width(keys, experts, stored)
+            block: Shapes = mixture.tensors(n_embd, n_ff, experts, stored)
+        else:
+            block = _feed_forward(n_embd, n_ff, gated, stored)
+        tensors = _with_biases(_layer_tensors(n_embd, q, kv, head_dim, norms, qk_norm, block, stored), stored, norm)
+        layers.append(Layer(heads, heads_kv, n_ff, tensors, rope, parallel=parallel, experts=experts))
     return Architecture(
         name=keys.family,
         n_layer=n_layer,
@@ -149,16 +156,16 @@ def _layer_tensors(
     n_embd: int,
     q: int,
     kv: int,
-    n_ff: int,
     head_dim: int,
     norms: Sequence[str],
     qk_norm: QkNorm,
-    gated: bool,
+    block: Shapes,
     stored: Shapes,
 ) -> Shapes:
     """Names and shapes of a layer's weights, in the order of the computation.
 
     q, kv:   elements of all heads of q, and of those of k
+    block:   of the feed-forward block
     stored:  what some layer of the file has: fused tensors take the place of their parts
     """
     shapes: dict[str, tuple[int, ...]] = {name: (n_embd,) for name in ("attn_norm", "attn_norm_2") if name in norms}
@@ -169,15 +176,20 @@ def _layer_tensors(
     for name, size in (("attn_q_norm", q), ("attn_k_norm", kv)):
         if qk_norm:
             shapes[name] = {"head": (head_dim,), "heads": (size // head_dim, head_dim), "row": (size,)}[qk_norm]
+    if "attn_sinks.weight" in stored:
+        shapes["attn_sinks"] = (q // head_dim,)
     shapes["attn_output"] = (n_embd, q)
     shapes |= {name: (n_embd,) for name in ("post_attention_norm", "attn_output_norm", "ffn_norm") if name in norms}
-    is_fused = gated and "ffn_gate.weight" not in stored and stored.get("ffn_up.weight") == (2 * n_ff, n_embd)
-    if gated and not is_fused:
-        shapes["ffn_gate"] = (n_ff, n_embd)
-    shapes["ffn_up"] = (2 * n_ff if is_fused else n_ff, n_embd)
-    shapes["ffn_down"] = (n_embd, n_ff)
+    shapes |= block
     shapes |= {name: (n_embd,) for name in ("post_ffw_norm", "layer_output_norm") if name in norms}
     return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def _feed_forward(n_embd: int, n_ff: int, gated: bool, stored: Shapes) -> Shapes:
+    """Of a block that every token passes."""
+    is_fused = gated and "ffn_gate.weight" not in stored and stored.get("ffn_up.weight") == (2 * n_ff, n_embd)
+    shapes: dict[str, tuple[int, ...]] = {"ffn_gate": (n_ff, n_embd)} if gated and not is_fused else {}
+    return shapes | {"ffn_up": (2 * n_ff if is_fused else n_ff, n_embd), "ffn_down": (n_embd, n_ff)}
 
 
 def _with_biases(weights: Shapes, stored: Shapes, norm: str) -> Shapes:
@@ -189,7 +201,9 @@ def _with_biases(weights: Shapes, stored: Shapes, norm: str) -> Shapes:
         bias = name.removesuffix("weight") + "bias"
         found = any(other in stored for other in (together if bias in together else (bias,)))
         if found and (norm == "layer" or not name.endswith("norm.weight")):
-            shapes[bias] = shape[:1]
+            shapes[bias] = shape[: max(1, len(shape) - 1)]
+        if name == "ffn_gate_inp.weight" and "exp_probs_b.bias" in stored:
+            shapes["exp_probs_b.bias"] = shape[:1]
     return shapes
 
 

@@ -1,4 +1,4 @@
-"""granite: embeddings, attention, residuals and logits are multiplied."""
+"""granite and granitemoe: embeddings, attention, residuals and logits are multiplied."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from edgert.quantize.architecture import common
-from edgert.quantize.architecture.base import Architecture
+from edgert.quantize.architecture.base import Architecture, Experts
 from edgert.quantize.gguf_file import Model
 
 
@@ -16,7 +16,7 @@ def describe(file: Model[Any]) -> Architecture:
     Source: llama.cpp's src/models/granite.cpp; transformers' modeling_granite.py.
     """
     keys = common.Keys(file)
-    common_part = common.describe(file, rope_style="norm")
+    common_part = common.describe(file, rope_style="norm", experts=Experts())
     return common.scale_residuals(
         replace(
             common_part,

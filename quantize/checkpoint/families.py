@@ -5,6 +5,7 @@ Source: the models' config classes in transformers (names, and defaults of absen
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +35,7 @@ OUTER_NAMES = {
     "norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
+EXPERT = re.compile(r"experts\.(\d{1,5})\.")
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
 
@@ -53,6 +55,7 @@ class Family:
     rotated:      rotates (i, i + n/2) in the checkpoint and neighbours in GGUF, so rows of q and k change places
     fused:        the rows of its attn_qkv stand by heads, those of q, k and v in turn
     transposed:   matrices stand columns first
+    in_turn:      of stacked experts: columns first, and the gate's rows and up's in turn
     norm_shift:   what GGUF's norms have more than the checkpoint's
     activations:  values of hidden_act that mean the family's activation
     settings:     a common key of config.json -> the family's name of it
@@ -75,6 +78,7 @@ class Family:
     rotated: bool = False
     fused: bool = False
     transposed: bool = False
+    in_turn: bool = False
     norm_shift: float = 0.0
     tied_head: bool = False
     activations: tuple[str, ...] = ("silu", "swish")
@@ -92,10 +96,13 @@ class Family:
     derived: Callable[[Config], dict[str, Any]] | None = None
 
     def target(self, name: str, layer: int | None) -> str | None:
-        """The GGUF name of what a checkpoint calls `name`, in a layer or outside; None where the family has none."""
+        """The GGUF name of what a checkpoint calls `name`, in a layer or outside; None where the family has none.
+
+        Experts that stand apart have one name together.
+        """
         if layer is None:
             return {**OUTER_NAMES, **self.outer_names}.get(name)
-        found = {**LAYER_NAMES, **self.layer_names}.get(name)
+        found = {**LAYER_NAMES, **self.layer_names}.get(EXPERT.sub("experts.*.", name))
         return found and f"blk.{layer}.{found}"
 
 
@@ -174,7 +181,52 @@ _COHERE = Family(
     defaults={"logit_scale": 0.0625, "tie_word_embeddings": True, "layer_norm_eps": 1e-5},
 )
 
+_LLAMA = Family(
+    "llama",
+    ("LlamaForCausalLM", "MistralForCausalLM"),
+    rotated=True,
+    llama_keys=True,
+    scalings=("llama3",),
+)
+_GRANITE = Family(
+    "granite",
+    ("GraniteForCausalLM",),
+    layer_names={
+        **_OUTPUT_BIASES,
+        **_with_biases({f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}),
+    },
+    rotated=True,
+    numbers={
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "attention.scale": "attention_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+    llama_keys=True,
+    defaults=dict.fromkeys(
+        ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
+    ),
+)
+_EXPERTS = {
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    **{f"mlp.experts.*.{part}_proj.weight": f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")},
+}
+_EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_N_EXPERT = {"num_experts": "num_local_experts"}
+
 FAMILIES = (
+    _LLAMA,
+    replace(
+        _LLAMA,
+        classes=("MixtralForCausalLM",),
+        layer_names={
+            "block_sparse_moe.gate.weight": "ffn_gate_inp.weight",
+            "block_sparse_moe.experts.*.w1.weight": "ffn_gate_exps.weight",
+            "block_sparse_moe.experts.*.w3.weight": "ffn_up_exps.weight",
+            "block_sparse_moe.experts.*.w2.weight": "ffn_down_exps.weight",
+        },
+        settings=_N_EXPERT,
+    ),
     Family(
         "bert",
         ("BertModel", "BertForMaskedLM", "BertForPreTraining"),
@@ -202,11 +254,56 @@ FAMILIES = (
         defaults={"layer_norm_eps": 1e-12, "hidden_act": "gelu"},
     ),
     Family(
-        "llama",
-        ("LlamaForCausalLM", "MistralForCausalLM"),
-        rotated=True,
-        llama_keys=True,
-        scalings=("llama3",),
+        "qwen2moe",
+        ("Qwen2MoeForCausalLM",),
+        layer_names={
+            **_EXPERTS,
+            **{f"mlp.shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
+            "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
+        },
+        demanded={"norm_topk_prob": False, **_EVERY_LAYER},
+    ),
+    Family(
+        "qwen3moe",
+        ("Qwen3MoeForCausalLM",),
+        layer_names=_EXPERTS,
+        settings=_N_EXPERT,
+        demanded={"norm_topk_prob": True, **_EVERY_LAYER},
+        head_size=128,
+    ),
+    Family("olmoe", ("OlmoeForCausalLM",), layer_names=_EXPERTS, demanded={"norm_topk_prob": False, "clip_qkv": None}),
+    _GRANITE,
+    replace(
+        _GRANITE,
+        name="granitemoe",
+        classes=("GraniteMoeForCausalLM",),
+        layer_names={
+            "block_sparse_moe.router.layer.weight": "ffn_gate_inp.weight",
+            "block_sparse_moe.input_linear.weight": "ffn_gate_up_exps.weight",
+            "block_sparse_moe.output_linear.weight": "ffn_down_exps.weight",
+        },
+        settings=_N_EXPERT,
+    ),
+    Family(
+        "gpt-oss",
+        ("GptOssForCausalLM",),
+        layer_names={
+            "self_attn.sinks": "attn_sinks.weight",
+            **_OUTPUT_BIASES,
+            "post_attention_layernorm.weight": "post_attention_norm.weight",
+            **_with_biases({"mlp.router": "ffn_gate_inp"}),
+            "mlp.experts.gate_up_proj": "ffn_gate_up_exps.weight",
+            "mlp.experts.gate_up_proj_bias": "ffn_gate_up_exps.bias",
+            "mlp.experts.down_proj": "ffn_down_exps.weight",
+            "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
+        },
+        in_turn=True,
+        settings={**_N_EXPERT, "moe_intermediate_size": "intermediate_size"},
+        eps="rms_norm_eps",
+        demanded={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        windows=2,
+        head_size=64,
+        defaults={"rms_norm_eps": 1e-5},
     ),
     Family(
         "arcee",
@@ -285,25 +382,6 @@ FAMILIES = (
         scalings=("longrope", "su"),
     ),
     Family("smollm3", ("SmolLM3ForCausalLM",), rotated=True, derived=_of_smollm3),
-    Family(
-        "granite",
-        ("GraniteForCausalLM",),
-        layer_names={
-            **_OUTPUT_BIASES,
-            **_with_biases({f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}),
-        },
-        rotated=True,
-        numbers={
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "attention.scale": "attention_multiplier",
-            "logit_scale": "logits_scaling",
-        },
-        llama_keys=True,
-        defaults=dict.fromkeys(
-            ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
-        ),
-    ),
     Family(
         "olmo2",
         ("Olmo2ForCausalLM", "Olmo3ForCausalLM"),

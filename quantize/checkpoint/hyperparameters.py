@@ -96,6 +96,7 @@ def architecture_keys(
     if family.encoder:
         keys["attention.causal"] = Value.boolean(False)
     keys |= _pooling(config.path.parent)
+    keys |= _expert_keys(config)
     if family.name in ("gemma2", "gemma3"):
         _check_query_scale(config, family, sizes)
     if family.windows:
@@ -114,6 +115,19 @@ def _pooling(folder: Path) -> dict[str, Value]:
     names = {"mean_tokens": 1, "cls_token": 2, "lasttoken": 3}
     found = [number for name, number in names.items() if stated.get(f"pooling_mode_{name}")]
     return {"pooling_type": Value.u32(found[0])} if len(found) == 1 else {}
+
+
+def _expert_keys(config: Config) -> dict[str, Value]:
+    """Of a mixture of experts: how many, how many of them a token goes to, and their sizes where they have own ones."""
+    if config.get("num_experts") is None:
+        return {}
+    names = {
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    }
+    return {key: Value.u32(config.integer(name)) for key, name in names.items() if config.get(name) is not None}
 
 
 def _refuse_variants(config: Config, family: Family) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ from numpy.typing import NDArray
 from edgert.errors import ModelFileError, UnsupportedFormatError
 from edgert.quantize.architecture import expected
 from edgert.quantize.checkpoint.config import Config
-from edgert.quantize.checkpoint.families import Family
+from edgert.quantize.checkpoint.experts import Stack, parts_of
+from edgert.quantize.checkpoint.families import EXPERT, Family
 from edgert.quantize.checkpoint.hyperparameters import Sizes
 from edgert.quantize.checkpoint.safetensors import Entry
 from edgert.quantize.formats import FORMATS
@@ -134,6 +136,7 @@ class Mapping:
         self.skipped: list[tuple[str, str]] = []
         self.notices: list[str] = []
         self._found: dict[str, Entry] = {}
+        self._experts: dict[str, dict[int, Entry]] = {}  # those that stand apart, by number
         for name, entry in entries.items():
             reason = next((why for pattern, why in _SKIPPED if re.fullmatch(pattern, name)), None)
             if reason:
@@ -148,15 +151,17 @@ class Mapping:
                     f"{folder} has the tensor {name!r}, which edgert's {family.name} does not know: "
                     "without it the answers would be wrong."
                 )
-            if target in self._found:
-                raise ModelFileError(
-                    f"{folder} holds {target!r} twice: as {self._found[target].name!r} and as {name!r}."
-                )
             if entry.dtype not in _FLOATS:
                 raise UnsupportedFormatError(
                     f"{folder}: the tensor {name!r} is {entry.dtype}; edgert converts {', '.join(_FLOATS)}."
                 )
-            self._found[target] = entry
+            expert = EXPERT.search(name)
+            if expert:
+                other = self._experts.setdefault(target, {}).setdefault(int(expert[1]), entry)
+            else:
+                other = self._found.setdefault(target, entry)
+            if other is not entry:
+                raise ModelFileError(f"{folder} holds {target!r} twice: as {other.name!r} and as {name!r}.")
 
     def _target(self, name: str) -> str | None:
         """The GGUF name of a checkpoint's tensor; None for one that the family does not have."""
@@ -204,26 +209,37 @@ class Mapping:
         keys:     of the family, as the GGUF file will have them
         """
         made: dict[str, SourceTensor] = {name: ConstantTensor(name, values) for name, values in factors.items()}
-        made |= {name: self._tensor(name, entry, sizes) for name, entry in self._found.items()}
+        made |= {name: Stack(name, entries, self.folder) for name, entries in self._experts.items()}
+        for name, entry in self._found.items():
+            if "_exps." in name:
+                made |= parts_of(name, entry, self.family.in_turn, self.family.in_turn)
+            else:
+                made[name] = self._tensor(name, entry, sizes)
         needed = expected(_Expected(self.folder, self.family.name, keys, made)).tensors()
         for name, shape in needed.items():
             if name not in made:
                 self._entry(name)
             elif made[name].shape != shape:
                 raise ModelFileError(
-                    f"{self.folder}: the tensor {self._found[name].name!r} has the shape {made[name].shape}, and by "
+                    f"{self.folder}: the tensor {self._stored_as(name)!r} has the shape {made[name].shape}, and by "
                     f"config.json it should have {shape}."
                 )
         left = [name for name in made if name not in needed]
         if left:
             raise ModelFileError(
-                f"{self.folder} has the tensor {self._found[left[0]].name!r} ({left[0]}), and config.json describes "
+                f"{self.folder} has the tensor {self._stored_as(left[0])!r} ({left[0]}), and config.json describes "
                 f"{sizes.n_layer} layers of {self.family.name} without it ({len(left)} such tensors)."
             )
         return [made[name] for name in needed]
 
+    def _stored_as(self, name: str) -> str:
+        """What the checkpoint calls a tensor, as far as it has it in one piece."""
+        return self._found[name].name if name in self._found else name
+
     def _tensor(self, name: str, entry: Entry, sizes: Sizes) -> CheckpointTensor:
         part = name.split(".")[-2]
+        if part == "ffn_gate_inp_shexp":  # a matrix of one row, which GGUF has as a vector
+            entry = replace(entry, shape=entry.shape[1:])
         order = None
         heads = {"attn_q": sizes.n_head, "attn_k": sizes.n_head_kv}.get(part)
         if self.family.rotated and heads and entry.shape[0] == heads * sizes.head_dim:

@@ -3,6 +3,8 @@
     python tests/bench/make_random_model.py random-1.1b.gguf
     python tests/bench/make_random_model.py 7b.gguf --type Q4_K --n-layer 32 --n-embd 4096 --n-ff 11008 --n-vocab 32000
     python tests/bench/make_random_model.py small.gguf --n-layer 2 --n-embd 256 --n-ff 512 --n-head 4
+    python tests/bench/make_random_model.py random-moe.gguf --n-layer 16 --n-embd 1024 --n-ff 1024 --n-head 16 \
+        --n-expert 32 --n-expert-used 4
 
 The tokenizer is byte-level: 256 bytes, one merge, then unused entries up to the vocabulary.
 """
@@ -92,10 +94,15 @@ def write(
     n_head_kv: int = 4,
     n_vocab: int = 49152,
     n_ctx: int = 8192,
+    n_expert: int = 0,
+    n_expert_used: int = 0,
     type: str = "Q4_0",
     seed: int = 0,
 ) -> None:
-    """Writes the file; every 2-D tensor has the type, norms are ones in F32."""
+    """Writes the file; every matrix has the type, but for routers in F32; norms are ones in F32.
+
+    n_expert:  experts of each layer, of n_ff each; 0: no mixture
+    """
     form, kind = FORMATS[type], gguf.GGMLQuantizationType[type]
     rng = np.random.default_rng(seed)
     head_dim = n_embd // n_head
@@ -111,6 +118,9 @@ def write(
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(n_vocab)
+    if n_expert:
+        writer.add_expert_count(n_expert)
+        writer.add_expert_used_count(n_expert_used)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
     special = ["<|endoftext|>"]
@@ -140,15 +150,23 @@ def write(
             (f"blk.{i}.attn_v.weight", n_embd_kv, n_embd),
             (f"blk.{i}.attn_output.weight", n_embd, n_embd),
             (f"blk.{i}.ffn_norm.weight", 0, n_embd),
-            (f"blk.{i}.ffn_gate.weight", n_ff, n_embd),
-            (f"blk.{i}.ffn_up.weight", n_ff, n_embd),
-            (f"blk.{i}.ffn_down.weight", n_embd, n_ff),
+        ]
+        if n_expert:
+            shapes.append((f"blk.{i}.ffn_gate_inp.weight", n_expert, n_embd))
+        kind, n = ("_exps", n_expert) if n_expert else ("", 1)
+        shapes += [
+            (f"blk.{i}.ffn_gate{kind}.weight", n * n_ff, n_embd),
+            (f"blk.{i}.ffn_up{kind}.weight", n * n_ff, n_embd),
+            (f"blk.{i}.ffn_down{kind}.weight", n * n_embd, n_ff),
         ]
     shapes += [("output_norm.weight", 0, n_embd), ("output.weight", n_vocab, n_embd)]
     for name, rows, columns in shapes:
-        if rows:
-            shape = (rows, form.row_bytes(columns))
-            writer.add_tensor_info(name, shape, np.dtype(np.uint8), rows * shape[1], kind)
+        if "gate_inp" in name:
+            writer.add_tensor_info(name, (rows, columns), np.dtype(np.float32), 4 * rows * columns)
+        elif rows:
+            n_bytes = rows * form.row_bytes(columns)
+            stack = (n_expert, rows // n_expert) if "_exps" in name else (rows,)
+            writer.add_tensor_info(name, (*stack, form.row_bytes(columns)), np.dtype(np.uint8), n_bytes, kind)
         else:
             writer.add_tensor_info(name, (columns,), np.dtype(np.float32), 4 * columns)
     writer.write_header_to_file()
@@ -158,6 +176,9 @@ def write(
     for number, (name, rows, columns) in enumerate(shapes):
         if rows == 0:
             writer.write_tensor_data(np.ones(columns, np.float32))
+            continue
+        if "gate_inp" in name:
+            writer.write_tensor_data((rng.standard_normal((rows, columns)) * columns**-0.5).astype(np.float32))
             continue
         deviation = 1.0 if name == "token_embd.weight" else columns**-0.5
         if deviation not in pools:
@@ -175,6 +196,8 @@ def write(
 @click.option("--n-head-kv", default=4, show_default=True)
 @click.option("--n-vocab", default=49152, show_default=True)
 @click.option("--n-ctx", default=8192, show_default=True)
+@click.option("--n-expert", default=0, show_default=True)
+@click.option("--n-expert-used", default=0, show_default=True)
 @click.option("--type", default="Q4_0", show_default=True, help="A GGUF type, such as Q4_K or IQ2_XS.")
 @click.option("--seed", default=0, show_default=True)
 def main(path: Path, **shape: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.kernels.panel import float_panel_product, panel_product
 from edgert.backends.cpu.layouts import BLOCK, CODECS, WORDS_BYTES, Codec
-from edgert.backends.cpu.simd import ACTIVATIONS, Emitter, Value, emitted, word
+from edgert.backends.cpu.simd import GATED, Emitter, Value, emitted, word
 
 # Places of the arguments (int64 each).
 ARGUMENTS = (
@@ -40,7 +40,7 @@ def build(
     """
     kind = CODECS[codec]
     tile = int(width)
-    pair = 2 if epilogue in ACTIVATIONS else 1
+    pair = 2 if epilogue in GATED else 1
     has_bias = bias == "yes"
     run = _panels_times_tokens(isa, kind, tile, epilogue, has_bias, form == "pairs")
     x_bytes = 4 if kind.is_float else 1
@@ -76,22 +76,35 @@ def build(
     return product
 
 
+def products(
+    e: Emitter,
+    codec: Codec,
+    n_tokens: int,
+    panel: Value,
+    x: Value,
+    words: Value,
+    n_cols: Value,
+    x_stride: Value,
+    words_stride: Value,
+    paired: bool = False,
+) -> list[Value]:
+    """One panel times n_tokens tokens, whatever its codec."""
+    if codec.is_float:
+        return float_panel_product(e, codec, n_tokens, panel, x, n_cols, x_stride)
+    n_blocks = e.b.sdiv(n_cols, e.i64(BLOCK))
+    return panel_product(e, codec, n_tokens, panel, x, words, n_blocks, x_stride, words_stride, paired)
+
+
 def _panels_times_tokens(isa: Isa, codec: Codec, n_tokens: int, epilogue: str, has_bias: bool, paired: bool) -> Any:
     """One panel (or pair) times n_tokens tokens, then the epilogue."""
 
-    def products(e: Emitter, panel: Value, x: Value, words: Value, n_cols: Value, xs: Value, ws: Value) -> list[Value]:
-        if codec.is_float:
-            return float_panel_product(e, codec, n_tokens, panel, x, n_cols, xs)
-        n_blocks = e.b.sdiv(n_cols, e.i64(BLOCK))
-        return panel_product(e, codec, n_tokens, panel, x, words, n_blocks, xs, ws, paired)
-
     def finish(e: Emitter, panel, x, words, n_cols, x_stride, words_stride, y, y_stride, bias) -> None:  # type: ignore[no-untyped-def]
-        results = products(e, panel, x, words, n_cols, x_stride, words_stride)
-        if epilogue in ACTIVATIONS:
+        results = products(e, codec, n_tokens, panel, x, words, n_cols, x_stride, words_stride, paired)
+        if epilogue in GATED:
             bytes_32 = codec.panel_bytes(BLOCK, e.lanes)
             second = e.add(panel, e.b.sdiv(e.mul(n_cols, bytes_32), e.i64(BLOCK)))
-            ups = products(e, second, x, words, n_cols, x_stride, words_stride)
-            results = [e.b.fmul(e.gate(epilogue, gate), up) for gate, up in zip(results, ups, strict=True)]
+            ups = products(e, codec, n_tokens, second, x, words, n_cols, x_stride, words_stride, paired)
+            results = [e.glu(epilogue, gate, up) for gate, up in zip(results, ups, strict=True)]
         if has_bias:
             results = [e.b.fadd(value, e.load(e.vf, bias)) for value in results]
         for t, value in enumerate(results):

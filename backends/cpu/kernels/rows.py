@@ -18,7 +18,7 @@ from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.kernels.flash import sink_weight
 from edgert.backends.cpu.kernels.hadamard import rotate_head
 from edgert.backends.cpu.layouts import BLOCK, CACHE_TYPES, CHUNK, WORDS_BYTES, partial_bytes
-from edgert.backends.cpu.simd import ACTIVATIONS, F32, I8, I32, I64, Emitter, Value, emitted, to_bfloat, word
+from edgert.backends.cpu.simd import F32, GATED, I8, I32, I64, Emitter, Value, emitted, to_bfloat, word
 
 ARGUMENTS = (
     "source",  # float32 rows
@@ -77,7 +77,7 @@ def build(
     # Booleans, since Numba would compare strings while running.
     renorms = source == "renorm"
     posts, merges, converts = source in ("post", "post_norm"), source == "merge", form != "none"
-    gates = source in ACTIVATIONS and is_gated
+    gates = source in GATED and is_gated
 
     def rows(thread, n_threads, a):
         first = word(word(a, 4), 0)
@@ -224,10 +224,8 @@ def _converter(source: str, form: str, norm: str, gated: bool) -> Callable[..., 
                 value = e.load(e.vf, x, at)
                 if normed is not None:
                     value = normed(value, weight, bias, at)
-                elif source in ACTIVATIONS:
-                    value = e.gate(source, value)
-                    if gated:
-                        value = e.b.fmul(value, e.load(e.vf, weight, at))
+                elif source in GATED:
+                    value = e.glu(source, value, e.load(e.vf, weight, at)) if gated else e.gate(source, value)
                 values.append(value)
             if form == "f32":
                 for i, value in enumerate(values):

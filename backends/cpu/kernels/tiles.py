@@ -23,7 +23,7 @@ from edgert.backends.cpu.kernels.amx import (
 )
 from edgert.backends.cpu.kernels.panel import each_block, scales
 from edgert.backends.cpu.layouts import BLOCK, CODECS, TILE, TILE_CHUNK, TILE_TOKENS, Codec
-from edgert.backends.cpu.simd import ACTIVATIONS, I16, Emitter, Value, bfloat_pairs, emitted, to_bfloat, word
+from edgert.backends.cpu.simd import GATED, I16, Emitter, Value, bfloat_pairs, emitted, to_bfloat, word
 
 ARGUMENTS = (
     "weights",
@@ -43,11 +43,11 @@ def build(isa: Isa, codec: str, epilogue: str, bias: str = "no") -> Callable[[in
     """A product kernel over tiles; epilogues and bias as in `product.py`, gated ones write bf16 tiles."""
     kind = CODECS[codec]
     panel_row = kind.panel_bytes(BLOCK, isa.lanes)
-    gated, has_bias = epilogue in ACTIVATIONS, bias == "yes"
-    unpack = emitted(isa, 3, _unpacker(kind))
+    gated, has_bias = epilogue in GATED, bias == "yes"
+    unpack = emitted(isa, 3, unpacker(kind))
     configure = emitted(isa, 1, configure_tiles)
     release = emitted(isa, 0, release_tiles)
-    multiply = emitted(isa, 6, _multiply)
+    multiply_tokens = emitted(isa, 6, multiply)
     finish = emitted(isa, 4, _finisher(epilogue, has_bias))
 
     def product(thread, n_threads, a):
@@ -70,7 +70,7 @@ def build(isa: Isa, codec: str, epilogue: str, bias: str = "no") -> Callable[[in
                 unpack(first + panel_bytes + k * panel_row, panels + TILE_CHUNK * TILE, n)
                 for t in range(0, n_tokens, TILE_TOKENS):
                     x_t = x + t // 16 * row_of_tiles + k * TILE
-                    multiply(x_t, panels, results + t // TILE_TOKENS * 4 * TILE, n, row_of_tiles, k)
+                    multiply_tokens(x_t, panels, results + t // TILE_TOKENS * 4 * TILE, n, row_of_tiles, k)
             for t in range(0, n_tokens, TILE_TOKENS):
                 result = results + t // TILE_TOKENS * 4 * TILE
                 if gated:
@@ -85,7 +85,7 @@ def build(isa: Isa, codec: str, epilogue: str, bias: str = "no") -> Callable[[in
     return product
 
 
-def _multiply(
+def multiply(
     e: Emitter, x: Value, panels: Value, results: Value, n_blocks: Value, row_of_tiles: Value, done: Value
 ) -> None:
     """32 tokens times two panels: results[token half][panel] (16, 16) float32, added to when `done` is not 0."""
@@ -117,8 +117,8 @@ def _finisher(epilogue: str, has_bias: bool) -> Callable[..., None]:
             with e.loop(0, 16) as token:
                 line = e.add(results, e.mul(token, 64))
                 first, second = (e.load(e.vf, line, (2 * half + i) * TILE) for i in range(2))
-                if epilogue in ACTIVATIONS:
-                    value = to_bfloat(e, e.b.fmul(e.gate(epilogue, first), second))
+                if epilogue in GATED:
+                    value = to_bfloat(e, e.glu(epilogue, first, second))
                     e.store(value, e.add(y, e.mul(stride, half), e.mul(token, 64)))
                     continue
                 place = e.add(y, e.mul(stride, 16 * half), e.b.mul(stride, token))
@@ -133,7 +133,7 @@ def _finisher(epilogue: str, has_bias: bool) -> Callable[..., None]:
     return finish
 
 
-def _unpacker(codec: Codec) -> Callable[..., None]:
+def unpacker(codec: Codec) -> Callable[..., None]:
     """One panel's blocks -> bf16 tiles: row k/2 of a tile holds for each of 16 weight rows the pair k, k+1."""
 
     def unpack(e: Emitter, panel: Value, tiles: Value, n_blocks: Value) -> None:

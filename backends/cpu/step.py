@@ -1,0 +1,39 @@
+"""What of a step decides its tape, and where its numbers stand in the header that the kernels read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SPARE = 8  # rows that buffers have beyond n_batch, since products run in steps of up to so many
+WIDTHS = (1, 2, 3, 4, 5, 6, 8)  # tokens that a product kernel may run together
+
+# Places in a step's header. The last four: of runs of experts, how many there are and how many slots they take.
+N_TOKENS, N_WIDE, N_NARROW, N_WANTED, ZERO, N_WANTED_TILED = range(6)
+N_WIDE_RUNS, N_WIDE_SLOTS, N_NARROW_RUNS, N_NARROW_SLOTS = range(6, 10)
+N_PLACES = 10
+
+
+def width_for(n: int) -> int:
+    """The narrowest product kernel that runs n tokens at once, or the widest."""
+    return next((width for width in WIDTHS if width >= n), WIDTHS[-1])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that take the same kernels: from which row, how many (places in the header), in which form, how wide."""
+
+    first: int
+    count: int
+    form: str  # of rows beside packed weights: "int8", "pairs" or "tiles"
+    width: int
+    private: bool = False
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a step decides its tape: whether there are wide rows, and the widths of the other products."""
+
+    wide: bool
+    narrow: int  # width of the narrow rows' products, 0: none
+    wanted: int  # width of the head's product, 0: no logits, TILE_TOKENS: by tiles
+    private: bool

@@ -1,0 +1,43 @@
+"""Checkpoints of mixtures of experts to GGUF: transformers, the reference, edgert and llama.cpp give the same."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import MIXTURES, logits_of, write_checkpoint
+from llama_oracle import llama_cpp_logits
+from reference import Reference, kl_divergence
+
+from edgert import backends
+from edgert.backends.base import Batch
+from edgert.quantize.convert import convert
+from edgert.quantize.source import open_source
+
+TOKENS = np.random.default_rng(3).integers(6, 370, 90).tolist()
+# A token near the border between two experts may take the other one; nothing else reaches these.
+MEAN, MEDIAN = 1e-3, 1e-5
+
+
+def agree(expected: np.ndarray, found: np.ndarray) -> bool:
+    lost = kl_divergence(expected, found)
+    return bool(lost.mean() < MEAN and np.median(lost) < MEDIAN)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_logits_equal_those_of_transformers_and_llama_cpp(name: str, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "hf", name)
+    expected = logits_of(model, TOKENS)
+    assert expected.std() > 0.5
+    path = tmp_path / "m.gguf"
+    convert(tmp_path / "hf", path, "F32")
+    assert agree(expected, Reference(path).logits(TOKENS))
+    options = {"n_ctx": 128, "n_threads": 2, "cache_type_k": "f16", "cache_type_v": "f16"}
+    with closing(backends.load(path, backend="cpu", **options)) as backend:
+        found = backend.forward(Batch.of(TOKENS, 0, 0, "all")).copy()
+    assert agree(expected, found)
+    assert agree(expected, llama_cpp_logits(path, TOKENS))
+    with open_source(tmp_path / "hf") as source:
+        assert source.describe().layers[0].experts is not None
