@@ -462,6 +462,16 @@ def real_of_bits(_context, bits):
     return types.float32(types.int64), generate
 
 
+@intrinsic
+def bits_of_real(_context, value):
+    """The bits of a float32, as a non-negative int64."""
+
+    def generate(_c, builder, _s, values):
+        return builder.zext(builder.bitcast(values[0], I32), I64)
+
+    return types.int64(types.float32), generate
+
+
 @numba.njit(inline="always")
 def put_real(address, index, value):
     """Stores a float32 at place `index` of the array at `address`."""

@@ -153,11 +153,11 @@ def write(
         ]
         if n_expert:
             shapes.append((f"blk.{i}.ffn_gate_inp.weight", n_expert, n_embd))
-        kind, n = ("_exps", n_expert) if n_expert else ("", 1)
+        stacked, n = ("_exps", n_expert) if n_expert else ("", 1)
         shapes += [
-            (f"blk.{i}.ffn_gate{kind}.weight", n * n_ff, n_embd),
-            (f"blk.{i}.ffn_up{kind}.weight", n * n_ff, n_embd),
-            (f"blk.{i}.ffn_down{kind}.weight", n * n_embd, n_ff),
+            (f"blk.{i}.ffn_gate{stacked}.weight", n * n_ff, n_embd),
+            (f"blk.{i}.ffn_up{stacked}.weight", n * n_ff, n_embd),
+            (f"blk.{i}.ffn_down{stacked}.weight", n * n_embd, n_ff),
         ]
     shapes += [("output_norm.weight", 0, n_embd), ("output.weight", n_vocab, n_embd)]
     for name, rows, columns in shapes:
