@@ -161,7 +161,7 @@ class Backend(ABC):
         """
         found: list[NDArray[np.float32]] = []
 
-        def see(names: tuple[str, ...], rows: NDArray[np.float32]) -> None:
+        def see(names: tuple[str, ...], rows: NDArray[np.float32], _expert: Expert | None = None) -> None:
             if HEADS.intersection(names):
                 found.append(rows.copy())
 
