@@ -129,11 +129,11 @@ CONFIGS |= {
     ),
     "gpt2": (
         "GPT2LMHeadModel",
-        {"n_embd": 192, "n_head": 6, "n_layer": 3, "n_inner": 160, "n_positions": 128},
+        {"n_embd": 192, "n_head": 6, "n_layer": 3, "n_inner": 160},
     ),
     "starcoder": (
         "GPTBigCodeForCausalLM",
-        {"n_embd": 192, "n_head": 6, "n_layer": 3, "n_inner": 160, "n_positions": 128},
+        {"n_embd": 192, "n_head": 6, "n_layer": 3, "n_inner": 160},
     ),
     "arcee": ("ArceeForCausalLM", {**WIDE, "hidden_act": "relu2", "rope_parameters": ROPE}),
     "gptneox": ("GPTNeoXForCausalLM", {**WIDE, "rope_parameters": PARTIAL}),

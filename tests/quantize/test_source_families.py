@@ -83,8 +83,8 @@ def test_few_bits_are_near_the_same_weights_in_float(name: str, tmp_path: Path) 
 def test_a_table_of_positions_ends(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "hf", "gpt2")
     convert(tmp_path / "hf", tmp_path / "m.gguf", "F32")
-    with pytest.raises(RequestError, match="n_ctx is 129, and the model's table of positions ends after 128"):
-        backends.load(tmp_path / "m.gguf", backend="cpu", n_ctx=129)
+    with pytest.raises(RequestError, match="n_ctx: is 513, and the model's table of positions ends after 512"):
+        backends.load(tmp_path / "m.gguf", backend="cpu", n_ctx=513)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
