@@ -13,7 +13,7 @@ from pathlib import Path
 
 # What comes beside: LLVM's code, which the engine gives back and the loading of rounding's kernels brings again (52 MB
 # of files), the kernels, and what the allocator keeps of what was freed. Measured on x86-64 Linux, as are the others.
-SPARE = 88 << 20
+SPARE = 128 << 20
 ROWS_IN_WORK = 9  # times the rows' floats that rounding takes: turned, with what is still to be met, with gradients
 TEXT_BYTE = 80  # what a byte of text leaves behind when it has been rendered and tokenized
 PLAIN = 64 << 20  # what rounding without calibration takes beside the program
