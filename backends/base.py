@@ -16,8 +16,8 @@ from edgert.quantize.engine import Expert
 HEADS = frozenset({"output.weight", "token_embd.weight"})  # the matrix that makes logits, by its names
 
 # Called with the names of the tensors that a product multiplies, its input, float32 (n_tokens, n_cols), and of
-# experts which of them reads it.
-OnInput = Callable[[tuple[str, ...], NDArray[np.float32], Expert | None], object]
+# experts alone which of them reads it.
+OnInput = Callable[..., object]
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ class CpuBackend(Backend):
             if len(words):
                 self._team.run(words)
             for rows, expert in reads.calls(self._graph.header):
-                on_input(reads.matrix.names, rows, expert)
+                on_input(reads.matrix.names, rows, *(() if expert is None else (expert,)))
 
     def replace(self, name: str, values: NDArray[np.float32], first: int = 0) -> None:
         places = self._graph.weights.find(name)
