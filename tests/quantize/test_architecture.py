@@ -54,13 +54,13 @@ def test_needed_tensors_are_those_of_the_file(family: str, tmp_path: Path) -> No
 
 
 def test_how_families_differ(tiny: Make) -> None:
-    llama, qwen2, qwen3, gemma3 = (tiny(family) for family in FAMILIES)
-    assert [a.layers[0].rope.style for a in (llama, qwen2, qwen3, gemma3)] == ["norm", "neox", "neox", "neox"]
-    assert [a.qkv_bias for a in (llama, qwen2, qwen3, gemma3)] == [False, True, False, False]
-    assert [a.qk_norm for a in (llama, qwen2, qwen3, gemma3)] == [False, False, True, True]
-    assert [a.post_norm for a in (llama, qwen2, qwen3, gemma3)] == [False, False, False, True]
-    assert [a.activation for a in (llama, qwen2, qwen3, gemma3)] == ["silu", "silu", "silu", "gelu"]
-    assert [a.tied_head for a in (llama, qwen2, qwen3, gemma3)] == [False, False, False, True]
+    llama, qwen2, qwen2moe, qwen3, gemma3 = (tiny(family) for family in FAMILIES)
+    assert [a.layers[0].rope.style for a in (llama, qwen2, qwen2moe, qwen3, gemma3)] == ["norm", "neox", "neox", "neox"]
+    assert [a.qkv_bias for a in (llama, qwen2, qwen2moe, qwen3, gemma3)] == [False, True, False, False]
+    assert [a.qk_norm for a in (llama, qwen2, qwen2moe, qwen3, gemma3)] == [False, False, True, True]
+    assert [a.post_norm for a in (llama, qwen2, qwen2moe, qwen3, gemma3)] == [False, False, False, True]
+    assert [a.activation for a in (llama, qwen2, qwen2moe, qwen3, gemma3)] == ["silu", "silu", "silu", "gelu"]
+    assert [a.tied_head for a in (llama, qwen2, qwen2moe, qwen3, gemma3)] == [False, False, False, True]
     assert gemma3.embedding_scale == math.sqrt(128)
     assert tiny("llama", tied=True).tied_head
     assert tiny("llama", bias=True).qkv_bias
@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[EdgertError], str]] = {
     "another scaling": ("qwen2", {"qwen2.rope.scaling.type": "dynamic"}, UnsupportedFormatError, "'dynamic'.*yarn"),
     "longrope": ("llama", {"llama.rope.scaling.type": "longrope"}, ModelFileError, "rope_factors_long.weight"),
     "rope of no base": ("llama", {"llama.rope.freq_base": 0.0}, ModelFileError, "rope.freq_base"),
-    "experts": ("llama", {"llama.expert_count": 8}, UnsupportedFormatError, "experts"),
+    "experts": ("qwen2", {"qwen2.expert_count": 8}, UnsupportedFormatError, "experts"),
     "layers that differ": ("llama", {"llama.context_length": [2, 4]}, UnsupportedFormatError, "2 to 4"),
     "heads of one layer": (
         "llama",
@@ -298,7 +298,7 @@ def test_unknown_family_lists_the_known(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "model.gguf", "mamba")
     with (
         GGUFFile.open(path) as file,
-        pytest.raises(UnsupportedFormatError, match=r"'mamba'.*cohere2.* gemma3, .*llama, .*qwen2, qwen3"),
+        pytest.raises(UnsupportedFormatError, match=r"'mamba'.*cohere2.* gemma3, .*llama, .*qwen2, qwen2moe, qwen3"),
     ):
         describe(file)
 
@@ -306,7 +306,7 @@ def test_unknown_family_lists_the_known(tmp_path: Path) -> None:
 def test_families_are_those_on_disk() -> None:
     files = {path.stem for path in Path(architecture.__file__).parent.glob("*.py")}
     families = {family.replace("-", "_") for family in architecture.FAMILIES}
-    assert files - {"__init__", "base", "checks", "common", "rope"} == families
+    assert files - {"__init__", "base", "checks", "mixture", "common", "rope"} == families
 
 
 def test_real_models(smollm2_path: Path, gemma3_path: Path) -> None:
