@@ -54,13 +54,13 @@ def test_needed_tensors_are_those_of_the_file(family: str, tmp_path: Path) -> No
 
 
 def test_how_families_differ(tiny: Make) -> None:
-    llama, qwen2, qwen2moe, qwen3, gemma3 = (tiny(family) for family in FAMILIES)
-    assert [a.layers[0].rope.style for a in (llama, qwen2, qwen2moe, qwen3, gemma3)] == ["norm", "neox", "neox", "neox"]
-    assert [a.qkv_bias for a in (llama, qwen2, qwen2moe, qwen3, gemma3)] == [False, True, False, False]
-    assert [a.qk_norm for a in (llama, qwen2, qwen2moe, qwen3, gemma3)] == [False, False, True, True]
-    assert [a.post_norm for a in (llama, qwen2, qwen2moe, qwen3, gemma3)] == [False, False, False, True]
-    assert [a.activation for a in (llama, qwen2, qwen2moe, qwen3, gemma3)] == ["silu", "silu", "silu", "gelu"]
-    assert [a.tied_head for a in (llama, qwen2, qwen2moe, qwen3, gemma3)] == [False, False, False, True]
+    llama, qwen2, qwen3, gemma3 = (tiny(family) for family in FAMILIES)
+    assert [a.layers[0].rope.style for a in (llama, qwen2, qwen3, gemma3)] == ["norm", "neox", "neox", "neox"]
+    assert [a.qkv_bias for a in (llama, qwen2, qwen3, gemma3)] == [False, True, False, False]
+    assert [a.qk_norm for a in (llama, qwen2, qwen3, gemma3)] == [False, False, True, True]
+    assert [a.post_norm for a in (llama, qwen2, qwen3, gemma3)] == [False, False, False, True]
+    assert [a.activation for a in (llama, qwen2, qwen3, gemma3)] == ["silu", "silu", "silu", "gelu"]
+    assert [a.tied_head for a in (llama, qwen2, qwen3, gemma3)] == [False, False, False, True]
     assert gemma3.embedding_scale == math.sqrt(128)
     assert tiny("llama", tied=True).tied_head
     assert tiny("llama", bias=True).qkv_bias
