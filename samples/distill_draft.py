@@ -322,9 +322,9 @@ def main() -> None:
         parser.error("--only needs --rows: the file that is shared")
     rows, device = Rows(args.rows), args.device
     share = {"write": 1.0, "learn": 0.0, None: 1 / 3}[args.only]
-    until = time.monotonic() + 60 * args.minutes * share
     with edgert.load(args.model, n_ctx=1024, backend="cpu") as model:
         target = None if device == "cpu" else read_target(args.model, device)
+        until = time.monotonic() + 60 * args.minutes * share
         while args.only != "learn" and (time.monotonic() < until or len(rows) < 8):
             rows.add(chats_by_edgert(model) if target is None else chats_on_gpu(model, target))
             print(f"{len(rows):,} rows", flush=True)
