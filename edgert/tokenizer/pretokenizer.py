@@ -15,6 +15,11 @@ _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CJK = r"[一-龥\u3040-\u309f\u30a0-\u30ff]+"
 _HAN_OR_HANGUL = r"[一-龥\u0800-一가-\ud7ff]+"
+# Letters with case that DeepSeek leaves out: small Armenian and Georgian ones, later Latin, mathematical.
+_UNLISTED = (
+    "\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2d\ua790-\uab6f"
+    "\U00010570-\U000105bf\U00010d50-\U00010d85\U00016e40-\U0001dfff"
+)
 
 
 def _words(
@@ -132,7 +137,7 @@ def _rules() -> dict[str, Rule]:
         "deepseek-llm": Rule(
             (
                 r"[\r\n]",
-                r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+                rf"\s?[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_UNLISTED}]]+",
                 r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
                 r"\s+$",
                 _HAN_OR_HANGUL,
