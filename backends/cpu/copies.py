@@ -34,9 +34,9 @@ from edgert.errors import RequestError
 logger = logging.getLogger(__name__)
 
 SETTING = "EDGERT_PACKED_CACHE"
-LIMIT = 64 << 30  # bytes of all copies, where the setting does not say; and at most half of what the disk has free
+LIMIT = 64 << 30  # bytes of all copies, where the setting does not say
 RESERVE = 2 << 30  # bytes of the disk that copies leave free
-WORTHWHILE = 400 << 20  # bytes of packed weights from which on a copy pays
+WORTHWHILE = 400 << 20  # bytes of a file from which on its weights are kept packed
 PIECE = 1 << 20  # bytes that have a digest of their own
 KERNELS = ("digest",)
 _MAGIC = b"edgert packed 1\n"
