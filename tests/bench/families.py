@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoints import CONFIGS, TIED, logits_of, write_checkpoint
+from checkpoints import CONFIGS, MIXTURES, TIED, logits_of, write_checkpoint
 from llama_oracle import llama_cpp_logits
 from reference import Reference, kl_divergence
 
@@ -30,6 +30,7 @@ from edgert.backends.base import Batch
 from edgert.quantize import quantize
 from edgert.quantize.convert import convert
 
+ALL = CONFIGS | MIXTURES
 N_CTX, N_GREEDY = 128, 32
 TOKENS = np.random.default_rng(3).integers(6, 370, 90).tolist()
 FLOAT_CACHE = {"cache_type_k": "f16", "cache_type_v": "f16"}
@@ -95,7 +96,7 @@ def _line(values: Sequence[Any], markdown: bool) -> str:
 
 
 @click.command(help=__doc__)
-@click.argument("names", nargs=-1, type=click.Choice(list(CONFIGS)))
+@click.argument("names", nargs=-1, type=click.Choice(list(ALL)))
 @click.option("--types", default="Q8_0,Q4_0", show_default=True)
 @click.option("--markdown", is_flag=True)
 def main(names: Sequence[str], types: str, markdown: bool) -> None:
@@ -110,7 +111,7 @@ def main(names: Sequence[str], types: str, markdown: bool) -> None:
     print(_line(columns, markdown), flush=True)
     if markdown:
         print("|---" * len(columns) + "|")
-    for name in names or CONFIGS:
+    for name in names or ALL:
         with tempfile.TemporaryDirectory() as folder:
             row = measure(name, Path(folder), kinds)
         print(_line([row[column] for column in columns], markdown), flush=True)
