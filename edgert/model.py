@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_N_CTX = 4096
 KEPT_PREFIXES = 12  # sequences beyond those that run, for beginnings of prompts
-Pooling = Literal["mean", "cls", "last"]
+Pooling = Literal["mean", "cls", "last", "none"]
 POOLINGS: dict[object, Pooling] = {1: "mean", 2: "cls", 3: "last"}  # by the numbers of GGUF's pooling_type
 Message = Mapping[str, Any]
 OnProgress = Callable[[Progress], object]
@@ -465,17 +465,21 @@ class Model:
     ) -> NDArray[np.float32]:
         """Where texts stand among others, by the model's last hidden states: float32 (n_embd,), of a list (n, n_embd).
 
+        With the pooling "none" the states themselves: float32 (tokens, n_embd), as they are.
+
         texts:      a text, the ids of one, or a list of texts
-        pooling:    "mean" of all tokens' states, or that of the "last" or first ("cls") one; None: what the file says,
-                    else the mean
+        pooling:    "mean" of all tokens' states, or that of the "last" or first ("cls") one, or "none"; None: what the
+                    file says, else the mean
         normalize:  whether vectors have the length 1
 
-        Raises: RequestError for no token, or ids outside the vocabulary; ContextFullError; BackendUnavailableError
-        where the backend does not show its hidden states.
+        Raises: RequestError for no token, ids outside the vocabulary, or the states of several texts at once;
+        ContextFullError; BackendUnavailableError where the backend does not show its hidden states.
         """
         if isinstance(texts, str):
             return self._embed(self.tokenizer.encode_whole(texts), pooling, normalize)
         if len(texts) and all(isinstance(text, str) for text in texts):
+            if pooling == "none":
+                raise RequestError("pooling", '"none" gives the states of one text: embed each by itself')
             whole = [self.tokenizer.encode_whole(string("input", text)) for text in texts]
             return np.stack([self._embed(ids, pooling, normalize) for ids in whole])
         return self._embed(texts, pooling, normalize)  # type: ignore[arg-type]
@@ -491,6 +495,8 @@ class Model:
         states = self._whole(Reading(ids))
         assert isinstance(states, np.ndarray)
         kind = pooling or self.pooling
+        if kind == "none":
+            return states.astype(np.float32)
         pooled = states.mean(axis=0) if kind == "mean" else states[0 if kind == "cls" else -1]
         length = float(np.linalg.norm(pooled))
         if not np.isfinite(length):

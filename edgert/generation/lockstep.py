@@ -223,6 +223,11 @@ class Lockstep:
                 others.append((task, count, rows))
                 continue
             slot = task.slot
+            self._n_replies -= slot.pending == 1  # what this step learns and counts is not of these
+            if slot.pending > 1:
+                wide = wide_part(slot.n_cached, count, self._backend.n_window)
+                self._n_wide -= wide
+                self._n_single -= count - wide
             count = slot.pending if self._reads_whole else count
             tokens = slot.tokens[slot.n_cached : slot.n_cached + count].tolist()
             batch = Batch.of(tokens, slot.n_cached, slot.sequence, wanted="all")
@@ -234,6 +239,7 @@ class Lockstep:
                 )
                 task.see(states)
                 slot.n_cached += count
+                self._counters.prompt_tokens += count
                 task.advance(_NO_LOGITS)
             except DoesNotFitError:
                 raise

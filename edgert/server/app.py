@@ -51,6 +51,8 @@ def routes() -> list[Route]:
     return [
         _post("/v1/chat/completions", openai.chat_completions),
         _post("/chat/completions", openai.chat_completions),
+        _post("/v1/chat/completions/input_tokens", openai.input_tokens),
+        _post("/chat/completions/input_tokens", openai.input_tokens),
         _post("/v1/completions", openai.completions),
         _post("/completions", openai.completions),
         _post("/v1/embeddings", embeddings.embeddings),

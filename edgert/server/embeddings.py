@@ -1,4 +1,4 @@
-"""POST /v1/embeddings."""
+"""POST /v1/embeddings, and /embeddings, which tells the state of each token too where that is asked for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST = 2048  # texts of one request
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
-    """Names are OpenAI's; `pooling` is ours."""
+    """Names are OpenAI's; `pooling` is ours, and "none" is for /embeddings only, as its answer is not OpenAI's."""
 
     input: Prompt
     model: str | None = None
@@ -38,6 +38,8 @@ async def embeddings(request: Request) -> Response:
     service = services.of(request)
     body = await service.body(request, EmbeddingRequest)
     texts = prompts_of("input", body.input)
+    if body.pooling == "none" and request.url.path.startswith("/v1/"):
+        raise ApiError(400, 'pooling: "none" gives a vector for each token: ask /embeddings.', param="pooling")
     if len(texts) > MOST:
         raise ApiError(400, f"input: has more than {MOST} texts.", param="input")
     async with AsyncExitStack() as stack:
@@ -49,9 +51,9 @@ async def embeddings(request: Request) -> Response:
             user=body.user,
             keep_alive=body.keep_alive,
         )
-        vectors, count = await embed(loaded.model, texts, body.pooling)
-        if body.dimensions not in (None, len(vectors[0])):
-            raise ApiError(400, f"dimensions: this model has {len(vectors[0])}.", param="dimensions")
+        vectors, count = await embed(service, loaded.model, texts, body.pooling)
+        if body.dimensions not in (None, vectors[0].shape[-1]):
+            raise ApiError(400, f"dimensions: this model has {vectors[0].shape[-1]}.", param="dimensions")
         data = [
             {"object": "embedding", "index": i, "embedding": _encoded(vector, body.encoding_format)}
             for i, vector in enumerate(vectors)
@@ -62,17 +64,20 @@ async def embeddings(request: Request) -> Response:
 
 
 async def embed(
-    model: Model, texts: list[str | list[int]], pooling: Pooling | None = None
+    service: services.Service, model: Model, texts: list[str | list[int]], pooling: Pooling | None = None
 ) -> tuple[list[NDArray[Any]], int]:
-    """float32 (n_embd,) for each text, and how many tokens all have. Raises: as `Model.embed`."""
+    """What `Model.embed` gives for each text, and how many tokens all have. Raises: as it does."""
     encode = model.tokenizer.encode_whole
     ids = [await asyncio.to_thread(encode, text) if isinstance(text, str) else text for text in texts]
-    vectors = [await asyncio.to_thread(model.embed, tokens, pooling) for tokens in ids]
+    vectors = []
+    for tokens in ids:
+        vectors.append(await asyncio.to_thread(model.embed, tokens, pooling))
+        service.metrics.prompt_tokens.inc(len(tokens))
     return vectors, sum(map(len, ids))
 
 
-def _encoded(vector: NDArray[Any], form: str | None) -> list[float] | str:
+def _encoded(vector: NDArray[Any], form: str | None) -> list[Any] | str:
     if form == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    found: list[float] = vector.tolist()
+    found: list[Any] = vector.tolist()
     return found

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 PUBLIC = ("/health", "/v1/health", "/", "/favicon.ico")  # and what lies in /page/; they tell nothing about anyone
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::\d{1,5})?")
-_PROMPTS = {"chat/completions": "messages", "apply-template": "messages", "embeddings": "input"}
+_PROMPTS = dict.fromkeys(("chat/completions", "input_tokens", "apply-template"), "messages") | {"embeddings": "input"}
 _ALLOWED = "authorization, content-type, x-api-key"
 
 

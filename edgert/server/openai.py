@@ -168,6 +168,17 @@ async def stream(
     yield DONE
 
 
+async def input_tokens(request: Request) -> Response:
+    """POST /v1/chat/completions/input_tokens: how long the prompt is that a conversation becomes."""
+    service = services.of(request)
+    body = await service.body(request, ChatRequest)
+    box = Toolbox.of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    async with AsyncExitStack() as stack:
+        model = (await service.enter(stack, request, body.model, user=body.user, keep_alive=body.keep_alive)).model
+        chat = await prepare(model, body.messages, body.params(), box, body.template_kwargs(), body.continued)
+        return answer({"object": "response.input_tokens", "input_tokens": len(chat.ids)})
+
+
 async def models(request: Request) -> Response:
     """GET /v1/models."""
     service = services.of(request)

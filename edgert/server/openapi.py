@@ -14,6 +14,7 @@ from edgert.server import embeddings, ollama, requests, texts
 
 BODIES: dict[str, tuple[str, type]] = {
     "/v1/chat/completions": ("Answers a conversation.", requests.ChatRequest),
+    "/v1/chat/completions/input_tokens": ("How long a conversation is in tokens.", requests.ChatRequest),
     "/v1/completions": ("Continues texts.", requests.CompletionRequest),
     "/v1/embeddings": ("Says where texts stand among others.", embeddings.EmbeddingRequest),
     "/tokenize": ("The tokens of a text.", texts.TokenizeRequest),

@@ -43,6 +43,7 @@ class TemplateRequest(msgspec.Struct):
     model: str | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
 
 
 async def tokenize(request: Request) -> Response:
@@ -85,6 +86,7 @@ async def apply_template(request: Request) -> Response:
         if template is None:
             raise RequestError("messages", "the file has no chat template")
         extra = dict(body.chat_template_kwargs or {})
+        extra["add_generation_prompt"] = body.add_generation_prompt
         pieces = await asyncio.to_thread(partial(template.render, body.messages, tools=body.tools, **extra))
         return answer({"prompt": "".join(pieces)})
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import openai
 import pytest
-from harness import Server, serving
+from harness import Server, serving, wait_for
 
 import edgert
+from edgert.errors import RequestError
 from edgert.quantize.gguf_file import GGUFFile
 from edgert.server.registry import Spec
 
@@ -65,6 +66,55 @@ def test_poolings(tiny: Server) -> None:
     assert np.allclose(model.embed(ids[:1], "mean"), vectors["cls"], atol=2e-2)
 
 
+def test_the_state_of_each_token(tiny: Server) -> None:
+    """The pooling "none" tells what the others are made of, as it is; OpenAI's route has no place for it."""
+    ids = tiny.ok("/tokenize", content="hello hello hello", add_special=True)["tokens"]
+    states = np.array(tiny.ok("/embeddings", input=ids, pooling="none")["data"][0]["embedding"], np.float32)
+    assert states.shape == (len(ids), 128)
+    assert (np.abs(np.linalg.norm(states, axis=1) - 1) > 1e-3).all()
+    for kind, pooled in (("mean", states.mean(0)), ("cls", states[0]), ("last", states[-1])):
+        vector = tiny.ok("/embeddings", input=ids, pooling=kind)["data"][0]["embedding"]
+        assert np.allclose(vector, pooled / np.linalg.norm(pooled), atol=1e-5)
+    packed = tiny.ok("/embeddings", input=ids, pooling="none", encoding_format="base64")["data"][0]["embedding"]
+    assert np.frombuffer(base64.b64decode(packed), "<f4").tolist() == states.reshape(-1).tolist()
+    assert tiny.fails("/v1/embeddings", input=ids, pooling="none")["param"] == "pooling"
+    assert tiny.fails("/embeddings", input=ids, pooling="rank")["param"] == "pooling"
+    with pytest.raises(RequestError, match="pooling"):
+        tiny.model().embed(["one", "two"], "none")
+
+
+@pytest.mark.parametrize(
+    "value, count", [("string", 1), (["one", "two"], 2), (["one", [3, 4, 5]], 2), ([[3, 4], [5]], 2)]
+)
+def test_texts_and_ids_side_by_side(tiny: Server, value: object, count: int) -> None:
+    data = tiny.ok("/v1/embeddings", input=value)["data"]
+    assert [(item["index"], len(item["embedding"])) for item in data] == [(i, 128) for i in range(count)]
+
+
+def test_the_same_text_five_times(tiny: Server) -> None:
+    reply = tiny.ok("/v1/embeddings", input=["I believe the meaning of life is"] * 5)
+    assert len({tuple(item["embedding"]) for item in reply["data"]}) == 1
+    one = tiny.ok("/v1/embeddings", input="I believe the meaning of life is")["usage"]
+    assert reply["usage"] == {name: 5 * n for name, n in one.items()}
+    assert one["prompt_tokens"] == one["total_tokens"] > 5
+
+
+def test_their_tokens_are_counted(tiny: Server) -> None:
+    def value(line: str) -> float:
+        text = tiny.raw("GET", "/metrics")[2].decode()
+        return sum(float(found.split()[-1]) for found in text.splitlines() if found.startswith(line))
+
+    names = (
+        "edgert_prompt_tokens_total",
+        'edgert_engine{figure="prompt_tokens"',
+        "edgert_predicted_tokens_total",
+    )
+    before = [value(name) for name in names]
+    count = tiny.ok("/v1/embeddings", input=["hello world " * 40, "you", [7]])["usage"]["prompt_tokens"]
+    assert count > 100
+    assert [value(name) - known for name, known in zip(names, before, strict=True)] == [count, count, 0]
+
+
 def test_beside_generation(tiny: Server) -> None:
     """Reading for an embedding and generating at once disturb each other in nothing."""
     model = tiny.model()
@@ -73,6 +123,18 @@ def test_beside_generation(tiny: Server) -> None:
     vectors = [model.embed("and you " * 20) for _ in range(4)]
     assert stream.reply().text == alone
     assert all(np.allclose(found, vector, atol=1e-5) for found in vectors)
+
+
+def test_what_is_read_beside_a_reply_is_counted_once(tiny: Server) -> None:
+    model = tiny.model()
+    before = model.snapshot().prompt_tokens
+    stream = model.generate("hello", True, max_tokens=60, temperature=0, ignore_eos=True, cache_prompt=False)
+    texts = ["and you " * n for n in (1, 7, 30)] + ["you"]
+    for text in texts:
+        model.embed(text)
+    read = stream.reply().stats.prompt_n + sum(len(model.tokenizer.encode_whole(text)) for text in texts)
+    wait_for(lambda: model.snapshot().prompt_tokens - before >= read)
+    assert model.snapshot().prompt_tokens - before == read
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2"])
