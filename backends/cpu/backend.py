@@ -181,7 +181,7 @@ class CpuBackend(Backend):
             return
         tokens = np.random.default_rng(0).integers(0, self.n_vocab, n)
         self.forward(Batch.of(tokens.tolist(), 0, wanted="none"))
-        for i, (layer, mean) in enumerate(zip(self.architecture.layers, self._graph.key_means, strict=True)):
+        for i, (layer, mean) in enumerate(zip(self.architecture.layers, self._graph.attention.key_means, strict=True)):
             mean[: layer.n_head_kv] = self._cache.keys(i, 0)[:, PAGE:].mean(1)
         self._cache.truncate(0, 0)
 
@@ -388,7 +388,7 @@ class CpuBackend(Backend):
 
     def _session_facts(self) -> dict[str, Any]:
         """What must be equal for one backend to take another's pages."""
-        means = hashlib.sha256(self._graph.key_means.tobytes()).hexdigest()
+        means = hashlib.sha256(self._graph.attention.key_means.tobytes()).hexdigest()
         return {
             "backend": "cpu",
             "layout": SESSION_LAYOUT,

@@ -17,7 +17,7 @@ from edgert.backends.cpu.compiler import name_of
 from edgert.backends.cpu.layouts import CODECS, TILE_TOKENS
 from edgert.backends.cpu.model_weights import ExpertWeights, FeedForward, Norm
 from edgert.backends.cpu.step import N_NARROW_RUNS, N_NARROW_SLOTS, N_TOKENS, N_WIDE_RUNS, N_WIDE_SLOTS, ZERO, Group
-from edgert.backends.cpu.tape import Op, Reads, Runs, float_bits
+from edgert.backends.cpu.tape import Op, Reads, Runs, address, float_bits
 from edgert.backends.cpu.weights import Matrix
 from edgert.quantize.architecture import Architecture, Experts
 
@@ -112,12 +112,12 @@ class ExpertOps:
         everything = Group(ZERO, N_TOKENS, "int8", max(group.width or 8 for group in groups))
         source = ("post_norm" if norm else "post") if post else "norm" if norm else "plain"
         n_embd = graph.architecture.n_embd
-        ops = [graph._rows(everything, source, "f32", graph.x, n_embd, norm=norm, post=post, out=self.x)]
+        ops = [graph.rows(everything, source, "f32", graph.x, n_embd, norm=norm, post=post, out=self.x)]
         column = 0
         for matrix in weights.router:
             place = self.logits.ctypes.data + 4 * column
             rows = self.x.reshape(-1).view(np.uint8)
-            ops.append(graph._one_product(everything, matrix, place, self.logits.strides[0], "store", False, rows=rows))
+            ops.append(graph.product(everything, matrix, place, self.logits.strides[0], "store", False, rows=rows))
             column += matrix.n_rows
         choice = self.choice[experts.n_expert, experts.n_used]
         ops.append(self._route(weights, experts, choice))
@@ -134,8 +134,8 @@ class ExpertOps:
             [
                 self.logits.ctypes.data,
                 self.logits.strides[0],
-                self._graph._at(N_TOKENS),
-                0 if weights.preference is None else weights.preference.ctypes.data,
+                self._graph.at(N_TOKENS),
+                address(weights.preference),
                 experts.n_expert,
                 experts.n_used,
                 float_bits(experts.scale),
@@ -153,8 +153,8 @@ class ExpertOps:
         activation = graph.architecture.activation
         gates = [block.gate_up] if block.gate_up else [block.gate, block.up]
         ops = [self._gather(group, slots, choice)]
-        for form in graph._forms_for(slots.group, [matrix for matrix in gates if matrix]):
-            op = graph._rows(
+        for form in slots.group.forms_for([matrix for matrix in gates if matrix]):
+            op = graph.rows(
                 slots.group, "plain", form, self.x, self.x.shape[1], index=slots.rows, out=slots.forms[form],
                 words=slots.words,
             )  # fmt: skip
@@ -171,8 +171,8 @@ class ExpertOps:
                 place = rows.ctypes.data, rows.strides[0]
                 ops.append(self._product(group, slots, matrix, choice, *place, "store"))
         if not (tiled and block.gate_up):
-            for form in graph._forms_for(slots.group, [block.down]):
-                op = graph._rows(
+            for form in slots.group.forms_for([block.down]):
+                op = graph.rows(
                     slots.group, "plain" if block.gate_up else activation, form, slots.hidden, block.down.n_cols,
                     up=slots.up, out=slots.forms[form], words=slots.words,
                 )  # fmt: skip
@@ -182,7 +182,7 @@ class ExpertOps:
         return [*ops, self._product(group, slots, block.down, choice, x.ctypes.data, x.strides[0], "scatter", gated)]
 
     def _gather(self, group: Group, slots: Slots, choice: Choice) -> Op:
-        at = self._graph._at
+        at = self._graph.at
         return Op(
             "gather",
             [
@@ -216,14 +216,14 @@ class ExpertOps:
         """The products of all runs; gated: tiles come from the gated product before."""
         graph = self._graph
         tiled = group.form == "tiles"
-        form = "tiles" if tiled else "f32" if CODECS[matrix.codec].is_float else "int8"
+        form = slots.group.form_for(matrix)
         rows = slots.gated if gated else slots.forms[form]
         runs = Runs(slots.table, slots.n_runs, choice.n_expert)
         reads = Reads(matrix, form, slots.group.count, rows, slots.words, runs)
         parameters = {"codec": matrix.codec, "epilogue": epilogue} | ({} if matrix.bias is None else {"bias": "yes"})
-        table = [slots.table.ctypes.data, graph._at(slots.n_runs), slots.rows.ctypes.data, slots.shares.ctypes.data]
+        table = [slots.table.ctypes.data, graph.at(slots.n_runs), slots.rows.ctypes.data, slots.shares.ctypes.data]
         sizes = [matrix.n_cols, matrix.n_panels // choice.n_expert]
-        bias = 0 if matrix.bias is None else matrix.bias.ctypes.data
+        bias = address(matrix.bias)
         weights, x = matrix.data.ctypes.data, rows.ctypes.data
         if tiled:
             scratch = [graph.scratch.ctypes.data, graph.scratch_stride]

@@ -16,20 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgert.backends.cpu.attention_ops import AttentionOps
 from edgert.backends.cpu.cache import PagedCache
 from edgert.backends.cpu.compiler import name_of
 from edgert.backends.cpu.expert_ops import ExpertOps, needs_experts
 from edgert.backends.cpu.isa import Isa
-from edgert.backends.cpu.layouts import (
-    CHUNK,
-    CODECS,
-    TILE_TOKENS,
-    attention_scratch_bytes,
-    partial_bytes,
-    tile_scratch_bytes,
-    wide_attention_tokens,
-)
-from edgert.backends.cpu.memory import Arena, aligned
+from edgert.backends.cpu.layouts import CODECS, TILE_TOKENS, tile_scratch_bytes
+from edgert.backends.cpu.memory import Arena
 from edgert.backends.cpu.model_weights import LayerWeights, ModelWeights, Norm
 from edgert.backends.cpu.step import (
     N_NARROW,
@@ -38,18 +31,18 @@ from edgert.backends.cpu.step import (
     N_WANTED,
     N_WANTED_TILED,
     N_WIDE,
+    PRIVATE_ROWS,
     SPARE,
     ZERO,
     Group,
     Shape,
     width_for,
 )
-from edgert.backends.cpu.tape import Op, Reads, float_bits
+from edgert.backends.cpu.tape import Op, Reads, address, float_bits
 from edgert.backends.cpu.weights import Matrix
-from edgert.quantize.architecture import Architecture, Layer, Rope
+from edgert.quantize.architecture import Architecture
 
 ARENA_BYTES = 8 << 20  # of buffers allocated at a time
-PRIVATE_ROWS = 2  # up to so many rows every thread prepares its own copy instead of meeting the others
 
 
 class Graph:
@@ -76,16 +69,13 @@ class Graph:
         # To which position each row's attention looks.
         self.reach = arena.integers(rows) if a.encoder else self.positions
         self.zeros = arena.integers(rows) if a.encoder else self.positions
-        self.n_qkv = -(-(a.n_head + 2 * a.n_head_kv) * a.head_dim // 32) * 32
-        n_attn = a.n_head * a.head_dim
-        most = max(a.n_embd, a.n_ff, n_attn)
+        most = max(a.n_embd, a.n_ff, a.n_head * a.head_dim)
         has_floats = any(CODECS[matrix.codec].is_float for matrix in weights.matrices())
         self.private_stride = SPARE * most * (4 if has_floats else 1)  # words take half a byte each
         n_private = n_threads * self.private_stride
         self.words = arena.take(max(rows * most // 2, n_private))
         self.x = arena.floats(rows, a.n_embd)
-        self.qkv = arena.floats(rows, self.n_qkv)
-        self.attn = arena.floats(max(rows, n_threads * PRIVATE_ROWS), n_attn)
+        self.attention = AttentionOps(self, rows, n_batch)
         self.hidden = arena.floats(rows, a.n_ff)
         apart = any(layer.gate and layer.up for layer in weights.layers)
         self.up = arena.floats(rows, a.n_ff) if apart else self.hidden
@@ -99,22 +89,9 @@ class Graph:
         self.forms["pairs"] = self.forms["int8"]
         self.gated_tiles = arena.take(rows * a.n_ff * 2 if self.tiles else 0)
         self.experts = ExpertOps(self, rows) if needs_experts(a) else None
-        group = max(layer.n_head // layer.n_head_kv for layer in a.layers)
-        self.tile_attention = self.tiles and a.head_dim % 32 == 0
-        groups = range(1, group + 1)
-        needs = [max(wide_attention_tokens(isa.registers, n) * n for n in groups) * partial_bytes(a.head_dim)]
-        if self.tiles:
-            needs += [tile_scratch_bytes(n_batch), attention_scratch_bytes(a.head_dim, group)]
-        self.scratch_stride = max(needs) + 63 & ~63
+        needs = max(self.attention.scratch_bytes, tile_scratch_bytes(n_batch) if self.tiles else 0)
+        self.scratch_stride = needs + 63 & ~63
         self.scratch = arena.take(n_threads * self.scratch_stride)
-        self.rope_tables: dict[Rope, tuple[NDArray[np.float64], NDArray[np.float32]]] = {}
-        for rope in {layer.rope: None for layer in a.layers if layer.rope.n_dims}:
-            frequencies = np.ascontiguousarray(rope.frequencies(), np.float64)
-            self.rope_tables[rope] = frequencies, arena.floats(rows, rope.n_dims)
-        self.key_means = arena.floats(a.n_layer, a.n_head_kv, a.head_dim)
-        # Most of it is never touched: it is for many tokens of long sequences at once.
-        self.max_chunks = -(-cache.max_pages * 16 // CHUNK) + 1
-        self.partials = aligned(n_batch * a.n_head * self.max_chunks * partial_bytes(a.head_dim))
 
     @property
     def n_bytes(self) -> int:
@@ -141,21 +118,20 @@ class Graph:
         output:  the head's matrices, where they are not the model's
         """
         groups = self._groups(shape)
-        ops = [*self._angles(), *self._embed()]
+        ops = [*self.attention.angles(), *self._embed()]
         post: Norm | None = None  # the norm of what the step before left in self.post
         for i, (layer, weights) in enumerate(zip(self.architecture.layers, self.weights.layers, strict=True)):
             gates = self._gates(weights)
             shared = layer.parallel and layer.feed_forward_norm == layer.attention_norm
             ops += self._norm(groups, weights.norms.get(layer.attention_norm), weights.qkv + gates * shared, post)
-            ops += self._product(groups, weights.qkv, self.qkv, "store", private=post is None)
+            ops += self._products(groups, weights.qkv, self.attention.qkv, "store", private=post is None)
             if layer.parallel:
                 if not shared:
                     ops += self._norm(groups, weights.norms.get(layer.feed_forward_norm), gates, None)
                 ops += self._up(groups, weights)
-            ops += self._attention(shape, i)
-            ops += self._from_attention(shape, groups, i, weights.attn_output)
+            ops += self.attention.layer(shape, groups, i)
             post = weights.norms.get(layer.attention_post_norm)
-            ops += self._product(groups, weights.attn_output, *self._residual(post))
+            ops += self._products(groups, weights.attn_output, *self._residual(post))
             if self.experts and layer.experts and weights.experts:
                 norm = weights.norms.get(layer.feed_forward_norm)
                 ops += self.experts.block(groups, weights.experts, layer.experts, norm, post)
@@ -167,12 +143,12 @@ class Graph:
                 ops += self._activate(groups, weights)
                 post = weights.norms.get("post_ffw_norm")
                 y = self._residual(post)
-                ops += self._product(groups, weights.ffn_down, *y, gated=weights.gate_up is not None)
+                ops += self._products(groups, weights.ffn_down, *y, gated=weights.gate_up is not None)
             ops[-1].ends_layer = True
         if shape.wanted:
             if post is not None:
                 everything = Group(ZERO, N_TOKENS, "int8", 0)
-                ops.append(self._rows(everything, "post", "none", self.x, self.architecture.n_embd, post=post))
+                ops.append(self.rows(everything, "post", "none", self.x, self.architecture.n_embd, post=post))
             ops += self._head(shape, output or self.weights.output)
         return ops
 
@@ -185,19 +161,14 @@ class Graph:
         head = {id(matrix) for matrix in self.weights.output}
         for op in self.ops(shape):
             if op.reads is not None and id(op.reads.matrix) in head:
-                wanted, n_embd, norm = (
-                    Group(ZERO, N_WANTED, "int8", 0),
-                    self.architecture.n_embd,
-                    self.weights.output_norm,
-                )
-                ops.append(
-                    self._rows(wanted, "norm", "f32", self.x, n_embd, norm=norm, index=self.wanted, out=self.floats)
-                )
+                wanted, norm = Group(ZERO, N_WANTED, "int8", 0), self.weights.output_norm
+                n_embd, out = self.architecture.n_embd, self.floats
+                ops.append(self.rows(wanted, "norm", "f32", self.x, n_embd, norm=norm, index=self.wanted, out=out))
                 op.reads = replace(op.reads, form="f32", rows=self.floats)
             elif op.reads is not None and op.reads.form == "tiles":
                 reads, n_cols = op.reads, op.reads.matrix.n_cols
                 rows = self.floats
-                ops.append(Op("untile", [_address(reads.rows), n_cols, self._at(reads.count), _address(rows)]))
+                ops.append(Op("untile", [address(reads.rows), n_cols, self.at(reads.count), address(rows)]))
                 op.reads = replace(reads, form="f32", rows=rows)
             ops.append(op)
         return ops
@@ -212,8 +183,7 @@ class Graph:
         """What the next layer finds of a step of n rows, and nothing else."""
         rows: list[NDArray[Any]] = [self.x, self.tokens, self.positions, self.slots, self.wanted]
         rows += [] if self.post is self.x else [self.post]
-        rows += [table for _, table in self.rope_tables.values()]
-        return [self.header, *(array[:n] for array in rows)]
+        return [self.header, *(array[:n] for array in [*rows, *self.attention.tables()])]
 
     def _residual(self, post: Norm | None) -> tuple[NDArray[np.float32], str]:
         """Where the product that ends a block goes: added to x, or aside if a norm comes between."""
@@ -229,7 +199,7 @@ class Graph:
 
     def _groups(self, shape: Shape) -> list[Group]:
         if not self.tiles:
-            return [Group(ZERO, N_TOKENS, self._bytes(shape.narrow), shape.narrow, shape.private)]
+            return [Group(ZERO, N_TOKENS, self.int8_form(shape.narrow), shape.narrow, shape.private)]
         groups = []
         if shape.wide:
             groups.append(Group(ZERO, N_WIDE, "tiles", 0))
@@ -237,19 +207,12 @@ class Graph:
             groups.append(Group(N_WIDE, N_NARROW, "int8", shape.narrow, shape.private))
         return groups
 
-    def _bytes(self, width: int) -> str:
+    def int8_form(self, width: int) -> str:
         """The form of rows of int8 of which so many run together."""
         return "pairs" if self.isa.matrix and width > 1 else "int8"
 
-    def _at(self, place: int) -> int:
+    def at(self, place: int) -> int:
         return self.header.ctypes.data + 8 * place
-
-    def _angles(self) -> list[Op]:
-        return [
-            Op("angles", [self.positions.ctypes.data, self._at(N_TOKENS), frequencies.ctypes.data, len(frequencies),
-                          out.ctypes.data, float_bits(rope.magnitude)], meet=False)
-            for rope, (frequencies, out) in self.rope_tables.items()
-        ]  # fmt: skip
 
     def _embed(self) -> list[Op]:
         """x: the tokens' rows, and those of their positions."""
@@ -265,7 +228,7 @@ class Graph:
                 name_of("embed", codec=matrix.codec, **parameters),
                 [
                     index.ctypes.data,
-                    self._at(N_TOKENS),
+                    self.at(N_TOKENS),
                     matrix.data.ctypes.data,
                     matrix.n_cols,
                     self.x.ctypes.data,
@@ -275,7 +238,7 @@ class Graph:
             for matrix, index, factor, parameters in tables
         ]
 
-    def _rows(
+    def rows(
         self,
         group: Group,
         source: str,
@@ -305,47 +268,40 @@ class Graph:
             [
                 x.ctypes.data,
                 x.strides[0],
-                _address(norm.weight if norm else up),
+                address(norm.weight if norm else up),
                 n_cols,
-                self._at(group.first),
-                self._at(group.count),
-                _address(self.forms[form] if out is None else out),
-                _address(self.words if words is None else words),
+                self.at(group.first),
+                self.at(group.count),
+                address(self.forms[form] if out is None else out),
+                address(self.words if words is None else words),
                 self.private_stride if private else 0,
-                _address(index),
+                address(index),
                 float_bits(a.norm_eps),
                 self.post.ctypes.data,
                 self.post.strides[0],
-                _address(post.weight if post else None),
-                self.partials.ctypes.data,
-                self.max_chunks,
+                address(post.weight if post else None),
+                address(self.attention.partials),
+                self.attention.max_chunks,
                 self.reach.ctypes.data,
                 window,
                 PRIVATE_ROWS * x.strides[0] if private else 0,
-                _address(norm.bias if norm else None),
-                _address(post.bias if post else None),
-                _address(sinks),
+                address(norm.bias if norm else None),
+                address(post.bias if post else None),
+                address(sinks),
             ],
             meet=not private,
         )
-
-    @staticmethod
-    def _forms_for(group: Group, matrices: Sequence[Matrix]) -> list[str]:
-        """The forms in which these matrices read the group's activations."""
-        if group.form == "tiles":
-            return ["tiles"]
-        return sorted({_form(group, matrix) for matrix in matrices})
 
     def _norm(self, groups: list[Group], norm: Norm | None, matrices: Sequence[Matrix], post: Norm | None) -> list[Op]:
         """x, or a norm of it, before some products; with `post`, self.post is normed by it and added to x first."""
         ops = []
         for group in groups:
-            for i, form in enumerate(self._forms_for(group, matrices)):
+            for i, form in enumerate(group.forms_for(matrices)):
                 adds = post is not None and i == 0
                 source = ("post_norm" if norm else "post") if adds else "norm" if norm else "plain"
                 if self.architecture.encoder:  # x itself is normed, once
                     source = "plain" if i else "renorm"
-                op = self._rows(
+                op = self.rows(
                     group,
                     source,
                     form,
@@ -358,7 +314,7 @@ class Graph:
                 ops.append(op)
         return ops
 
-    def _product(
+    def _products(
         self,
         groups: list[Group],
         matrices: Sequence[Matrix],
@@ -377,7 +333,7 @@ class Graph:
             column = 0
             for matrix in matrices:
                 place = y.ctypes.data + 4 * column
-                ops.append(self._one_product(group, matrix, place, y.strides[0], epilogue, private, gated))
+                ops.append(self.product(group, matrix, place, y.strides[0], epilogue, private, gated))
                 column += matrix.n_rows
                 # Panels past the last row write zeros over what stands to the right.
                 ops[-1].meet = matrix.n_panels * self.isa.lanes != matrix.n_rows
@@ -385,7 +341,7 @@ class Graph:
             ops[-1].meet = True
         return ops
 
-    def _one_product(
+    def product(
         self,
         group: Group,
         matrix: Matrix,
@@ -397,7 +353,7 @@ class Graph:
         rows: NDArray[np.uint8] | None = None,
     ) -> Op:
         """rows: what it reads; None: the graph's own of the matrix' form."""
-        form = _form(group, matrix)
+        form = group.form_for(matrix)
         if rows is None:
             rows = self.gated_tiles if gated and form == "tiles" else self.forms[form]
         reads = Reads(matrix, form, group.count, rows, self.words)
@@ -413,10 +369,10 @@ class Graph:
                     stride,
                     matrix.n_cols,
                     matrix.n_panels,
-                    self._at(group.count),
+                    self.at(group.count),
                     self.scratch.ctypes.data,
                     self.scratch_stride,
-                    _address(matrix.bias),
+                    address(matrix.bias),
                 ],
                 reads=reads,
             )
@@ -430,133 +386,13 @@ class Graph:
                 stride,
                 matrix.n_cols,
                 matrix.n_panels,
-                self._at(group.count),
+                self.at(group.count),
                 self.private_stride if group.private and private else 0,
-                self._at(group.first),
-                _address(matrix.bias),
+                self.at(group.first),
+                address(matrix.bias),
             ],
             reads=reads,
         )
-
-    def _attention(self, shape: Shape, i: int) -> list[Op]:
-        """Head norms, rotation and the write to the cache; then the attention of both groups of rows."""
-        a, cache, layer = self.architecture, self.cache, self.architecture.layers[i]
-        table, width, keys, values, stride = cache.addresses(i)
-        rope, window = layer.rope, layer.window
-        common = [self.positions.ctypes.data, self.slots.ctypes.data, table, width, keys, values, stride]
-        heads = {"n_head": layer.n_head, "n_head_kv": layer.n_head_kv, "head_dim": a.head_dim,
-                 "type_k": cache.type_k, "type_v": cache.type_v}  # fmt: skip
-        norms = [self.weights.layers[i].norms.get(f"attn_{part}_norm") for part in "qk"]
-        ops = []
-        q_norm = layer.tensors.get("attn_q_norm.weight", (a.head_dim,))
-        if q_norm[-1] > a.head_dim:
-            ops.append(self._row_norm(layer, *norms))
-            norms = [None, None]
-        kind = {"norm": a.norm} if norms[0] and a.norm != "rms" else {}
-        ops.append(
-            Op(
-                name_of("rope", **heads, n_rot=rope.n_dims, style=rope.style, **kind),
-                [
-                    self.qkv.ctypes.data,
-                    self.qkv.strides[0],
-                    self._at(N_TOKENS),
-                    *common,
-                    self.rope_tables[rope][1].ctypes.data if rope.n_dims else 0,
-                    *(_address(norm.weight if norm else None) for norm in norms),
-                    4 * a.head_dim if len(q_norm) > 1 else 0,
-                    float_bits(a.norm_eps),
-                    float_bits(a.attention_scale),
-                    self.key_means[i].ctypes.data,
-                ],
-            )
-        )
-        sinks, softcap = self.weights.layers[i].sinks, a.attn_logit_softcapping
-        if softcap:
-            heads["capped"] = "yes"
-        if a.encoder:
-            looks = [self.reach.ctypes.data, *common[1:], window]
-            ops.append(
-                Op(
-                    name_of("attention", **heads),
-                    [self.qkv.ctypes.data, self.qkv.strides[0], self._at(ZERO), self._at(N_TOKENS), *looks,
-                     self.partials.ctypes.data, self.max_chunks, float_bits(softcap)],
-                )
-            )  # fmt: skip
-            return ops
-        if shape.wide:
-            with_sinks = {} if sinks is None else {"sinks": "yes"}
-            kernel, out = "attention_wide", _address(self.attn)
-            if self.tile_attention:
-                kernel, out = "attention_tiles", _address(self.forms["tiles"])
-            ops.append(
-                Op(
-                    name_of(kernel, **heads, **with_sinks),
-                    [self.qkv.ctypes.data, self.qkv.strides[0], self._at(N_WIDE), *common, window,
-                     out, self.scratch.ctypes.data, self.scratch_stride, float_bits(softcap), _address(sinks)],
-                    meet=False,
-                )
-            )  # fmt: skip
-        ops.append(
-            Op(
-                name_of("attention", **heads),
-                [self.qkv.ctypes.data, self.qkv.strides[0], self._at(N_WIDE), self._at(N_NARROW), *common, window,
-                 self.partials.ctypes.data, self.max_chunks, float_bits(softcap)],
-            )
-        )  # fmt: skip
-        return ops
-
-    def _row_norm(self, layer: Layer, q: Norm | None, k: Norm | None) -> Op:
-        """The norms of all of q and all of k."""
-        assert q and k
-        n_q, n_k = layer.n_head * self.architecture.head_dim, layer.n_head_kv * self.architecture.head_dim
-        places = [_address(part) for norm in (q, k) for part in (norm.weight, norm.bias)]
-        return Op(
-            name_of("row_norm", norm=self.architecture.norm),
-            [self.qkv.ctypes.data, self.qkv.strides[0], self._at(N_TOKENS), n_q, n_k, *places,
-             float_bits(self.architecture.norm_eps)],
-        )  # fmt: skip
-
-    def _from_attention(self, shape: Shape, groups: list[Group], i: int, matrices: list[Matrix]) -> list[Op]:
-        """The attention's results in the form that attn_output reads."""
-        layer = self.architecture.layers[i]
-        n_cols = layer.n_head * self.architecture.head_dim
-        merge = functools.partial(self._merge, layer, self.weights.layers[i].sinks)
-        narrow = Group(N_WIDE, N_NARROW, self._bytes(shape.narrow), 0)
-        form = _form(narrow, matrices[0])
-        if self.architecture.encoder:
-            ops = [merge(Group(ZERO, N_TOKENS, "int8", 0), "none")]
-            for group in groups:
-                for form in self._forms_for(group, matrices):
-                    ops.append(self._rows(group, "plain", form, self._attn(layer), n_cols))
-            return ops
-        if shape.private:
-            return [merge(narrow, form, private=True)]
-        if not self.tiles:  # joined into float32 rows below the wide ones first; then all rows are converted together
-            return [merge(narrow, "none"), self._rows(groups[0], "plain", form, self._attn(layer), n_cols)]
-        ops = []
-        if shape.wide and not self.tile_attention:
-            ops.append(self._rows(groups[0], "plain", "tiles", self._attn(layer), n_cols))
-        if shape.narrow:
-            ops.append(merge(narrow, form))
-        return ops
-
-    def _attn(self, layer: Layer) -> NDArray[np.float32]:
-        """The attention's results, float32 (rows, n_head * head_dim) of this layer."""
-        n_cols = layer.n_head * self.architecture.head_dim
-        return self.attn.reshape(-1)[: len(self.attn) * n_cols].reshape(-1, n_cols)
-
-    def _merge(
-        self, layer: Layer, sinks: NDArray[np.float32] | None, group: Group, form: str, private: bool = False
-    ) -> Op:
-        """Partial results of attention joined."""
-        dim = self.architecture.head_dim
-        parameters = {"n_head": layer.n_head, "head_dim": dim, "type_v": self.cache.type_v}
-        if sinks is not None:
-            parameters["sinks"] = "yes"
-        return self._rows(
-            group, "merge", form, self._attn(layer), layer.n_head * dim, private=private, window=layer.window,
-            sinks=sinks, parameters=parameters,
-        )  # fmt: skip
 
     @staticmethod
     def _gates(layer: LayerWeights) -> list[Matrix]:
@@ -568,14 +404,14 @@ class Graph:
         for group in groups:
             if layer.gate_up is None:
                 hidden = self.up if layer.gate else self.hidden
-                ops += self._product([group], layer.gate, self.hidden, "store", private)
-                ops += self._product([group], layer.up, hidden, "store", private)
+                ops += self._products([group], layer.gate, self.hidden, "store", private)
+                ops += self._products([group], layer.up, hidden, "store", private)
             else:
                 y, stride = self.hidden.ctypes.data, self.hidden.strides[0]
                 if group.form == "tiles":
                     y, stride = self.gated_tiles.ctypes.data, 0
                 activation = self.architecture.activation
-                ops.append(self._one_product(group, layer.gate_up, y, stride, activation, private))
+                ops.append(self.product(group, layer.gate_up, y, stride, activation, private))
         return ops
 
     def _activate(self, groups: list[Group], layer: LayerWeights) -> list[Op]:
@@ -587,8 +423,8 @@ class Graph:
                 continue
             source = "plain" if layer.gate_up else activation
             ungated = None if layer.gate_up or layer.gate else {"gated": "no"}
-            for form in self._forms_for(group, layer.ffn_down):
-                op = self._rows(
+            for form in group.forms_for(layer.ffn_down):
+                op = self.rows(
                     group, source, form, self.hidden, n_ff, up=self.up, private=group.private, parameters=ungated
                 )
                 ops.append(op)
@@ -597,25 +433,16 @@ class Graph:
     def _head(self, shape: Shape, output: list[Matrix]) -> list[Op]:
         """The last norm and the logits of the wanted rows."""
         tiles = shape.wanted == TILE_TOKENS
-        wanted = Group(ZERO, N_WANTED, "tiles" if tiles else self._bytes(shape.wanted), shape.wanted)
+        wanted = Group(ZERO, N_WANTED, "tiles" if tiles else self.int8_form(shape.wanted), shape.wanted)
         norm = self.weights.output_norm
         ops = [
-            self._rows(wanted, "norm", form, self.x, self.architecture.n_embd, norm=norm, index=self.wanted)
-            for form in self._forms_for(wanted, output)
+            self.rows(wanted, "norm", form, self.x, self.architecture.n_embd, norm=norm, index=self.wanted)
+            for form in wanted.forms_for(output)
         ]
         rows = replace(wanted, count=N_WANTED_TILED) if tiles else wanted
         for matrix in output:
-            op = self._one_product(rows, matrix, 0, 0, "store")
+            op = self.product(rows, matrix, 0, 0, "store")
             assert op.reads is not None
             op.reads = replace(op.reads, count=N_WANTED)
             ops.append(op)
         return ops
-
-
-def _form(group: Group, matrix: Matrix) -> str:
-    """The form in which a matrix reads the rows of a group."""
-    return "f32" if group.form != "tiles" and CODECS[matrix.codec].is_float else group.form
-
-
-def _address(array: NDArray[Any] | None) -> int:
-    return 0 if array is None else array.ctypes.data

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from edgert.backends.cpu.layouts import CODECS
+
+if TYPE_CHECKING:
+    from edgert.backends.cpu.weights import Matrix
 
 SPARE = 8  # rows that buffers have beyond n_batch, since products run in steps of up to so many
+PRIVATE_ROWS = 2  # up to so many rows every thread prepares its own copy instead of meeting the others
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)  # tokens that a product kernel may run together
 
 # Places in a step's header. The last four: of runs of experts, how many there are and how many slots they take.
@@ -27,6 +35,14 @@ class Group:
     form: str  # of rows beside packed weights: "int8", "pairs" or "tiles"
     width: int
     private: bool = False
+
+    def form_for(self, matrix: Matrix) -> str:
+        """The form in which a matrix reads the rows."""
+        return "f32" if self.form != "tiles" and CODECS[matrix.codec].is_float else self.form
+
+    def forms_for(self, matrices: Iterable[Matrix]) -> list[str]:
+        """The forms in which these matrices read them."""
+        return sorted({self.form_for(matrix) for matrix in matrices})
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,11 @@ from edgert.quantize.engine import Expert
 def float_bits(value: float) -> int:
     """A float32 as the int64 argument that kernels read it from."""
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def address(array: NDArray[Any] | None) -> int:
+    """Where an array stands, as kernels take it; 0 for none."""
+    return 0 if array is None else array.ctypes.data
 
 
 @dataclass(frozen=True)
