@@ -76,6 +76,11 @@ class Stats:
             tuple(zip(drafts.tried, drafts.accepted, strict=True)),
         )
 
+    @property
+    def timed_n(self) -> int:
+        """The tokens that predicted_per_second counts; those of several answers by their times are a common rate."""
+        return round(self.predicted_per_second * self.predicted_ms / 1e3)
+
     def as_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON wants them."""
         return asdict(self)

@@ -21,7 +21,7 @@ from edgert.errors import DoesNotFitError, EdgertError
 from edgert.model import Model
 from edgert.options import SamplingParams
 from edgert.reply import Reply
-from edgert.speculation import Speculator
+from edgert.speculation import Speculator, tuning
 from edgert.speculation.draft_model import REACH, DraftModel
 from edgert.speculation.economics import Costs, Odds, Source
 from edgert.speculation.ngram import NgramMemory
@@ -97,6 +97,47 @@ def test_replies_are_those_of_plain_decoding(kind: str, least: int, request_: di
             if least and kind != "ngram" and len(a.tokens) > 2:
                 assert b.stats.draft_n > 0
                 assert kind != "same" or b.stats.draft_n_accepted == b.stats.draft_n
+
+
+@pytest.mark.parametrize("guessing", [False, True])
+def test_the_rate_counts_what_came_after_the_prompts_logits(guessing: bool) -> None:
+    """Guesses that are checked together with the prompt come with its logits and took no time of their own."""
+    rows: list[int] = []
+
+    class Counting(Chancy):
+        def forward(self, batch: Batch) -> NDArray[np.float32]:
+            logits = super().forward(batch)
+            rows.append(len(logits))
+            return logits
+
+    options = {"draft": Chancy(), "least": 3} if guessing else {"ngram": False}
+    with speculating(Counting(), **options) as model:
+        model.generate("abcabc", max_tokens=4, ignore_eos=True)  # so that the prompt is cached but for its end
+        rows.clear()
+        stats = model.generate("abcabc", max_tokens=20, ignore_eos=True).stats
+        first = next(n for n in rows if n)  # all guesses are right
+        assert first > 1 if guessing else first == 1
+        assert stats.predicted_n == 20
+        assert stats.predicted_per_second == pytest.approx(1e3 * (20 - first) / stats.predicted_ms)
+        assert stats.timed_n == 20 - first
+        few = model.generate("abcabc", max_tokens=1).stats
+        assert (few.predicted_n, few.timed_n, few.predicted_per_second) == (1, 0, 0.0)
+
+
+def test_a_curve_of_lengths_counts_what_its_steps_gave() -> None:
+    """A draft that is always right: a step gives its guesses and one token more."""
+
+    class Endless(Chancy):
+        def _logits(self, cells: list[int]) -> NDArray[np.float32]:
+            logits = super()._logits(cells)
+            logits[EOS] = -99
+            return logits
+
+    with speculating(Endless(), Endless()) as model:
+        points = {p.length: p for p in tuning.curve(model, [3], 0.0, prompts=["abc", "the cat"], n_predict=40)}
+    assert points[0].per_step == points[0].speed_up == 1
+    assert points[3].accepted == 1 and points[3].per_step == 4
+    assert all(point.per_second > 0 for point in points.values())
 
 
 def test_a_chunked_stream_is_the_same_text() -> None:

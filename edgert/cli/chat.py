@@ -76,7 +76,7 @@ class Chat:
         self.attachment = ""
         self.last: Stats | None = None
         self.totals = dict.fromkeys(
-            ("answers", "cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "steps", *DRAFTS), 0.0
+            ("answers", "cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "timed_n", *DRAFTS), 0.0
         )
         self.sessions = data_folder() / "conversations"
         self.prompt = Prompt(data_folder() / "history", [f"/{name}" for name in (*COMMANDS, "bye")])
@@ -198,7 +198,7 @@ class Chat:
     def _count(self, stats: Stats) -> None:
         self.last = stats
         self.totals["answers"] += 1
-        self.totals["steps"] += max(stats.predicted_n - 1, 0)
+        self.totals["timed_n"] += stats.timed_n
         for name, value in stats.as_dict().items():
             if name in self.totals:
                 self.totals[name] += value

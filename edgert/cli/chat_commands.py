@@ -261,7 +261,7 @@ def _stats(chat: Chat, rest: str) -> None:
         f"answers       {total['answers']:.0f}\n"
         f"prompt        {read:.0f} tokens, {total['cache_n']:.0f} of them from the cache; "
         f"{_per_second(total['prompt_n'], total['prompt_ms'])}\n"
-        f"generated     {total['predicted_n']:.0f} tokens; {_per_second(total['steps'], total['predicted_ms'])}\n"
+        f"generated     {total['predicted_n']:.0f} tokens; {_per_second(total['timed_n'], total['predicted_ms'])}\n"
         f"{drafts}"
         f"context       {used} of {chat.model.n_ctx} tokens\n"
         f"memory        {', '.join(f'{name} {size / 1e6:.0f} MB' for name, size in memory.items())}"

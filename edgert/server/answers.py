@@ -153,8 +153,8 @@ class Answers:
             metrics, stats = self._service.metrics, reply.stats
             self._end(index, reply.finish_reason, stats)
             metrics.first_token.observe(max(0.0, time.monotonic() - self._began - stats.predicted_ms / 1e3))
-            if stats.predicted_n > 1:
-                metrics.between_tokens.observe(stats.predicted_ms / 1e3 / (stats.predicted_n - 1))
+            if stats.timed_n:
+                metrics.between_tokens.observe(1 / stats.predicted_per_second)
             replies.put_nowait((index, reply))
         except Exception as error:
             replies.put_nowait((index, error))

@@ -61,7 +61,7 @@ def curve(
     assert speculator is not None
     usual = speculator.most, speculator.least
     settings = {0: (0, 0), ADAPTIVE: (usual[0], 0)} | {n: (n, n) for n in lengths if n > 0}
-    sums = {length: [0, 0.0, 0, 0] for length in settings}  # tokens, milliseconds, guessed, right
+    sums = {length: [0, 0, 0.0, 0, 0] for length in settings}  # tokens, timed ones, milliseconds, guessed, right
     try:
         for i, prompt in enumerate(prompts):
             for j, (length, (speculator.most, speculator.least)) in enumerate(settings.items()):
@@ -69,16 +69,17 @@ def curve(
                 ask = model.generate if model.template is None else _chat(model)
                 reply = ask(prompt, max_tokens=n_predict, temperature=temperature, seed=i)
                 stats, total = reply.stats, sums[length]
-                total[0] += max(stats.predicted_n - 1, 0)
-                total[1] += stats.predicted_ms
-                total[2] += stats.draft_n
-                total[3] += stats.draft_n_accepted
+                total[0] += stats.predicted_n
+                total[1] += stats.timed_n
+                total[2] += stats.predicted_ms
+                total[3] += stats.draft_n
+                total[4] += stats.draft_n_accepted
     finally:
         speculator.most, speculator.least = usual
-    plain = sums[0][0] / max(sums[0][1], 1e-9)
+    plain = sums[0][1] / max(sums[0][2], 1e-9)
     points = []
-    for length, (tokens, ms, guessed, right) in sums.items():
-        rate = tokens / max(ms, 1e-9)
+    for length, (tokens, timed, ms, guessed, right) in sums.items():
+        rate = timed / max(ms, 1e-9)
         share = right / guessed if guessed else 0.0
         wrong = 1 - share if guessed else 0.0
         points.append(
