@@ -110,7 +110,7 @@ class ConstantTensor(SourceTensor):
         return self._values[start:stop]
 
 
-def _neighbours(n_head: int, head_dim: int) -> NDArray[np.int64]:
+def neighbours(n_head: int, head_dim: int) -> NDArray[np.int64]:
     """The order in which rows i and i + head_dim / 2 of each head become 2i and 2i + 1."""
     rows = np.arange(n_head * head_dim, dtype=np.int64).reshape(n_head, 2, -1)
     return rows.swapaxes(1, 2).reshape(-1)
@@ -243,7 +243,7 @@ class Mapping:
         order = None
         heads = {"attn_q": sizes.n_head, "attn_k": sizes.n_head_kv}.get(part)
         if self.family.rotated and heads and entry.shape[0] == heads * sizes.head_dim:
-            order = _neighbours(heads, sizes.head_dim)
+            order = neighbours(heads, sizes.head_dim)
         elif self.family.fused and part == "attn_qkv":
             order = _apart(sizes)
             order = order if len(order) == entry.shape[0] else None
