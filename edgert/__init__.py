@@ -20,7 +20,8 @@ from edgert.errors import (
 from edgert.quantize import engine as _quantize_engine
 
 if TYPE_CHECKING:
-    from edgert.model import Model, load
+    from edgert.loading import load
+    from edgert.model import Model
     from edgert.options import Options, SamplingParams
     from edgert.reply import Chunk, Progress, Reply, Stats
     from edgert.stream import Stream
@@ -50,7 +51,7 @@ __all__ = [
 
 _HOMES = {
     "Model": "edgert.model",
-    "load": "edgert.model",
+    "load": "edgert.loading",
     "Options": "edgert.options",
     "SamplingParams": "edgert.options",
     "Chunk": "edgert.reply",

@@ -1,4 +1,4 @@
-"""How long a context a model was made for."""
+"""How long a context a model was made for, and how long a one it gets."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_N_CTX = 4096
+
 
 def trained(file: GGUFFile) -> int:
     """Positions that the model was trained on. Raises: ModelFileError when the file does not say it."""
     return file.get(f"{file.architecture}.context_length", int)
+
+
+def chosen(file: GGUFFile, n_ctx: int | None) -> int:
+    """The positions that are asked for; 0: as many as the model was trained on; None: the same, but at most 4096."""
+    return min(DEFAULT_N_CTX, trained(file)) if n_ctx is None else n_ctx or trained(file)
 
 
 def warn_beyond(file: GGUFFile, n_ctx: int) -> None:

@@ -45,7 +45,7 @@ def command(
 
     The text is read as the model's makers meant it, with the tokens that their tokenizer puts around it.
     """
-    from edgert.model import load
+    from edgert.loading import load
 
     engines = backend_options(flags)
     texts = list(prompts)

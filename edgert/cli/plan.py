@@ -44,7 +44,6 @@ def command(
     from edgert import context
     from edgert.backends import planning
     from edgert.backends.cpu import rates
-    from edgert.model import DEFAULT_N_CTX
     from edgert.quantize.architecture import describe
     from edgert.quantize.gguf_file import GGUFFile
     from edgert.speculation.loading import check_vocabulary, find
@@ -56,8 +55,7 @@ def command(
         draft_file = None if draft is None else stack.enter_context(GGUFFile.open(draft))
         if draft_file is not None:
             check_vocabulary(file, draft_file)
-        trained = context.trained(file)
-        n_ctx = min(DEFAULT_N_CTX, trained) if ctx_size is None else ctx_size or trained
+        n_ctx = context.chosen(file, ctx_size)
         context.warn_beyond(file, n_ctx)
         machine = None
         if measure:

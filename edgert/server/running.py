@@ -62,14 +62,12 @@ def loader(parallel: int, cache_tokens: int | None, **always: Any) -> Callable[.
 def _context(source: str | Path, n_ctx: int | None) -> int:
     """The context that `edgert.load` will give a model."""
     from edgert import context, store
-    from edgert.model import DEFAULT_N_CTX
     from edgert.quantize.gguf_file import GGUFFile
 
     if n_ctx:
         return n_ctx
     with GGUFFile.open(store.resolve(source)) as file:
-        trained = context.trained(file)
-    return trained if n_ctx == 0 else min(DEFAULT_N_CTX, trained)
+        return context.chosen(file, n_ctx)
 
 
 def service_of(
