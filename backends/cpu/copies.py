@@ -1,8 +1,8 @@
 """Packed weights kept on disk, so that a large model starts without reading and packing its file again.
 
-A copy is keyed by the file (path, size, time of change), by what decides the layout, and by the sources of the kernels
-that packed it; it is written beside and renamed, and its content is checked whenever it is mapped. EDGERT_PACKED_CACHE
-says how much all copies may take ("40G"), or "off".
+A copy is keyed by the file (path, size, time of the last change), by what decides the layout, and by the sources of
+the kernels that packed it; it says its key, is written beside and renamed, and its content is checked whenever it is
+mapped. EDGERT_PACKED_CACHE says how much all copies may take ("40G"), or "off".
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import logging
 import math
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,8 @@ def held() -> list[Held]:
         for path in folder().glob("*" + _SUFFIX):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 facts, _ = _read_header(path)
-                stat = path.stat()
-                sources = tuple((str(p), int(size), int(changed)) for p, size, changed in facts["sources"])
-                found.append(Held(path, sources, stat.st_size, stat.st_mtime))
+                status = path.stat()
+                found.append(Held(path, _key(facts).sources, status.st_size, status.st_mtime))
     return sorted(found, key=lambda one: -one.used)
 
 
@@ -116,10 +116,11 @@ def forget(paths: Iterable[Path]) -> int:
 
 def _identity(path: Path) -> tuple[str, int, int] | None:
     try:
-        stat = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return os.path.realpath(path), stat.st_size, stat.st_mtime_ns
+    # A file that took another's place can have its size and its time (cp -p), but was itself made later.
+    return os.path.realpath(path), status.st_size, max(status.st_mtime_ns, status.st_ctime_ns)
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,12 @@ class Key:
     def path(self) -> Path:
         digest = hashlib.sha256(repr((self.sources, self.layout)).encode()).hexdigest()[:32]
         return folder() / (digest + _SUFFIX)
+
+
+def _key(facts: dict[str, Any]) -> Key:
+    """The key that a header states. Raises: ValueError, KeyError, TypeError."""
+    sources = tuple((str(path), int(size), int(changed)) for path, size, changed in facts["sources"])
+    return Key(sources, str(facts["layout"]))
 
 
 def is_worthwhile(paths: Sequence[Path]) -> bool:
@@ -152,6 +159,8 @@ def key(paths: Sequence[Path], isa: Isa) -> Key | None:
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     """The facts in a copy's header, and where its data begins. Raises: ValueError, OSError."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError("no file")
     with path.open("rb") as file:
         start = file.read(len(_MAGIC) + 8 + 32)
         magic, size, digest = start[: len(_MAGIC)], start[len(_MAGIC) : len(_MAGIC) + 8], start[len(_MAGIC) + 8 :]
@@ -196,12 +205,15 @@ def find(key: Key, isa: Isa, team: Team) -> Copy | None:
     """Maps a model's copy; one that is damaged is removed."""
     try:
         facts, start = _read_header(key.path)
+        if _key(facts) != key:
+            raise ValueError("of another model")
         data = np.memmap(key.path, np.uint8, "c", start, (facts["n_bytes"],))
         places = {label: (int(at), int(size)) for label, (at, size) in facts["places"].items()}
         sound = all(at >= 0 and at % 64 == 0 and at + size <= len(data) for at, size in places.values())
         if not sound or _digests(data, isa, team).tolist() != facts["digests"]:
             raise ValueError("damaged")
-        os.utime(key.path)
+        with contextlib.suppress(OSError):  # another user's, or on a disk that cannot be written
+            os.utime(key.path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -279,7 +291,7 @@ class Keeper:
                 if filled:
                     digests += _digests(piece[:filled], self._isa).tolist()
                     _write_all(file, piece[:filled])
-                facts = {"sources": self._key.sources, "n_bytes": n_bytes, "places": places, "digests": digests}
+                facts = {**asdict(self._key), "n_bytes": n_bytes, "places": places, "digests": digests}
                 text = json.dumps(facts).encode()
                 head = len(_MAGIC) + 8 + 32
                 text += b" " * (start - head - len(text))

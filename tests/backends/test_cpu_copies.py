@@ -95,6 +95,55 @@ def test_a_changed_file_does_not_meet_its_old_copy(model: Path, tiny_model):
     assert not copy.is_stale
 
 
+def test_another_file_of_the_same_size_and_time_does_not_meet_its_copy(model: Path, tiny_model):
+    logits(model)
+    before = model.stat()
+    model.write_bytes(tiny_model("llama", quant=Type.Q4_0, seed=1).read_bytes())
+    os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (model.stat().st_size, model.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    found = logits(model)
+    for copy in copies.held():
+        copy.remove()
+    np.testing.assert_array_equal(found, logits(model))
+
+
+@pytest.mark.parametrize("place", [Path.symlink_to, Path.hardlink_to])
+def test_the_copy_of_another_model_is_not_taken(model: Path, tmp_path: Path, tiny_model, place):
+    other = tmp_path / "other.gguf"
+    other.write_bytes(tiny_model("llama", quant=Type.Q4_0, seed=1).read_bytes())
+    expected = logits(model)
+    (own,) = copies.held()
+    logits(other)
+    (others,) = [copy for copy in copies.held() if copy.path != own.path]
+    content = others.path.read_bytes()
+    own.path.unlink()
+    place(own.path, others.path)
+    np.testing.assert_array_equal(logits(model), expected)
+    assert others.path.read_bytes() == content
+    assert not own.path.is_symlink() and len(copies.held()) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names here")
+def test_a_pipe_in_its_place_is_not_waited_for(model: Path):
+    expected = logits(model)
+    (copy,) = copies.held()
+    copy.path.unlink()
+    os.mkfifo(copy.path)
+    np.testing.assert_array_equal(logits(model), expected)
+    assert len(copies.held()) == 1
+
+
+def test_a_copy_that_cannot_be_touched_serves(model: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    def refuse(*_arguments: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    expected = logits(model)
+    monkeypatch.setattr(os, "utime", refuse)
+    packed: list[str] = []
+    np.testing.assert_array_equal(logits(model, packed), expected)
+    assert packed == [] and "damaged" not in caplog.text
+
+
 def test_turned_off(model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(copies.SETTING, "off")
     logits(model)
