@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -359,10 +360,11 @@ def test_damaged_vocabularies_are_refused(
         tokenizer_of(path)
 
 
-def test_scores_that_are_no_numbers_are_refused(tiny_model: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+def test_scores_that_are_no_numbers_are_refused(tiny_model: Callable[..., Path], score: float) -> None:
     n = len(tokens_of(tiny_model("gemma3")))
-    path = tiny_model("gemma3", metadata={"tokenizer.ggml.scores": [float("nan")] * n})
-    with pytest.raises(ModelFileError, match="scores of token 0 is not a number"):
+    path = tiny_model("gemma3", metadata={"tokenizer.ggml.scores": [score] * n})
+    with pytest.raises(ModelFileError, match=f"scores of token 0 is {score}"):
         tokenizer_of(path)
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import vocabularies
 from vocabularies import random_texts, write_vocabulary
@@ -15,6 +16,7 @@ from vocabularies import random_texts, write_vocabulary
 from edgert.errors import ModelFileError
 from edgert.quantize.gguf_file import GGUFFile
 from edgert.tokenizer import Tokenizer
+from edgert.tokenizer.charsmap import Charsmap
 from edgert.tokenizer.pretokenizer import RULES
 
 pytest.importorskip("tokenizers")
@@ -224,7 +226,30 @@ def test_unigrams_equal_llama_cpp(tmp_path: Path, merge_spaces: bool, rules: dic
     assert_equals_llama_cpp(path, texts)
 
 
-@pytest.mark.parametrize("damage", [b"", b"\x04\0\0\0", b"\xff\xff\xff\xff1234", b"\x04\0\0\0\xff\xff\xff\xff\0"])
+def test_unigrams_without_scores_are_refused(tmp_path: Path) -> None:
+    _, metadata = vocabularies.unigrams(True)
+    path = write_vocabulary(tmp_path / "model.gguf", metadata | {"tokenizer.ggml.scores": None}, "bert")
+    with pytest.raises(ModelFileError, match=r"lacks the key 'tokenizer\.ggml\.scores'"):
+        tokenizer_of(path)
+
+
+def test_rules_that_lead_in_circles_end() -> None:
+    units = np.zeros(1024, "<u4")
+    units[0] = 256 << 10
+    units[256 ^ ord("a")] = ord("a") << 10 | ord("a")  # a's children are where a is
+    rules = Charsmap(units.nbytes.to_bytes(4, "little") + units.tobytes() + b"x\0")
+    started = time.process_time()
+    assert rules.normalize("a" * 20_000) == "a" * 20_000
+    assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(b"", b"\x04\0\0\0", b"\xff\xff\xff\xff1234", b"\x04\0\0\0\xff\xff\xff\xff\0"),
+        b"\x04\0\0\0\0\0\0\0" + b"a" * 1025 + b"\0",
+    ],
+)
 def test_damaged_rules_of_unigrams_are_refused(tmp_path: Path, damage: bytes) -> None:
     _, metadata = vocabularies.unigrams(True, RULES_OF_TEXT)
     metadata["tokenizer.ggml.precompiled_charsmap"] = damage or b"\0"

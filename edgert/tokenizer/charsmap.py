@@ -10,6 +10,8 @@ import numpy as np
 
 _LABEL = 1 << 31 | 0xFF
 _NOWHERE = -1
+_LONGEST_LEFT = 64  # characters; a damaged array may lead in circles
+_LONGEST_RIGHT = 1024  # bytes
 
 
 class Charsmap:
@@ -35,6 +37,8 @@ class Charsmap:
             raise ValueError("a rule lies beyond its end")
         self._units = memoryview(units.tobytes()).cast("I")
         self._pool = blob[4 + size :]
+        if max(map(len, self._pool.split(b"\0"))) > _LONGEST_RIGHT:
+            raise ValueError("a right side is too long")
         self._root = _base(self._units[0])
 
     def normalize(self, text: str) -> str:
@@ -48,7 +52,8 @@ class Charsmap:
                 known = first[character] = self._step(self._root, character)
             node, new = known
             i = end = i + 1
-            while node != _NOWHERE and end < len(text):
+            last = min(len(text), end + _LONGEST_LEFT - 1)
+            while node != _NOWHERE and end < last:
                 node, longer = self._step(node, text[end])
                 end += 1
                 if longer is not None:

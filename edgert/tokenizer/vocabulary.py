@@ -171,7 +171,7 @@ class Vocabulary:
             tokens=tokens,
             ids=_ordinary(tokens, ids, types, model == "gpt2"),
             types=types,
-            scores=_numbers(file, "tokenizer.ggml.scores", n, np.float32) if kind.has_scores else None,
+            scores=_scores(file, n, model == "t5") if kind.has_scores else None,
             merges=_strings(file, "tokenizer.ggml.merges") if kind.has_merges else None,
             rule=rule,
             bos_id=named["bos"],
@@ -267,6 +267,12 @@ def _strings(file: Model[Any], key: str) -> list[bytes]:
         ) from None
 
 
+def _scores(file: Model[Any], n: int, needed: bool) -> NDArray[np.float32] | None:
+    if needed:
+        file.get("tokenizer.ggml.scores", np.ndarray)
+    return _numbers(file, "tokenizer.ggml.scores", n, np.float32)
+
+
 def _numbers(file: Model[Any], key: str, n: int, dtype: Any) -> NDArray[Any] | None:
     if key not in file.metadata:
         return None
@@ -274,8 +280,11 @@ def _numbers(file: Model[Any], key: str, n: int, dtype: Any) -> NDArray[Any] | N
     if len(values) < n:
         raise ModelFileError(f"{file.path}: {key} has {len(values):,} values for {n:,} tokens; convert the model anew.")
     values = values[:n].astype(dtype)
-    if values.dtype.kind == "f" and np.isnan(values).any():
-        raise ModelFileError(f"{file.path}: {key} of token {int(np.flatnonzero(np.isnan(values))[0])} is not a number.")
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        i = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise ModelFileError(
+            f"{file.path}: {key} of token {i} is {values[i]}, no finite number; convert the model anew."
+        )
     return values
 
 
