@@ -13,6 +13,8 @@ from edgert.quantize.gguf_file import Model
 log = logging.getLogger("edgert")
 
 ESSENTIAL_TOKENS = ("bos", "eos", "unknown", "eot", "eom")
+OUTER = ("output", "rope_f", "position_embd", "token_embd", "token_types", "per_layer_")  # beginnings of names
+SCALES = (".scale", ".input_scale")  # of tensors whose blocks' own are relative, as NVFP4's
 UNUSED = ("attn_rot_embd.weight",)  # of layers, by name: in old files, and read by nobody
 
 
@@ -36,7 +38,7 @@ def _check_tensors(file: Model[Any], architecture: Architecture) -> None:
     for name in extra:
         layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
         in_layer = layer is not None and int(layer[1]) < architecture.n_layer and layer[2] not in UNUSED
-        if in_layer or name.startswith(("output", "rope_f", "position_embd", "token_embd_norm")):
+        if in_layer or name.startswith(OUTER) or name.endswith(SCALES):
             raise UnsupportedFormatError(
                 f"{file.path} has the tensor {name!r}, which edgert's {architecture.name} does not know: "
                 "without it the answers would be wrong."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from edgert.quantize.gguf_file import Model
 log = logging.getLogger("edgert")
 
 QkNorm = Literal["", "head", "heads", "row"]
+MOST = 2**32 - 1  # that a size may be: GGUF stores sizes in 32 bits, and this one sometimes means "no bound"
 
 
 class Keys:
@@ -51,6 +53,8 @@ class Keys:
             value = self.file.get(self.name(key), int, *([] if default is None else [default]))
         if value < least and value != default:
             raise self.error(key, f"is {value}, and must be {least} or more")
+        if value > MOST:
+            raise self.error(key, f"is {value}, and must be {MOST} or less")
         return value
 
     def of_layers(self, key: str, n_layer: int, default: int | None = None) -> list[int]:
@@ -60,8 +64,8 @@ class Keys:
             return [self.integer(key, default)] * n_layer
         if len(value) != n_layer:
             raise self.error(key, f"has {len(value)} entries for {n_layer} layers")
-        if any(type(entry) is not int or entry < 1 for entry in value):
-            raise self.error(key, "holds what is no positive integer")
+        if any(type(entry) is not int or not 1 <= entry <= MOST for entry in value):
+            raise self.error(key, "holds what is no positive integer of 32 bits")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -120,7 +124,7 @@ def describe(
             raise keys.error("attention.head_count", f"is {all_heads}, no multiple of head_count_kv = {kv_heads}")
     head_dim = _head_dim(keys, n_embd, n_head[0])
     n_vocab = _n_vocab(keys)
-    stored = {name.split(".", 2)[2]: tensor.shape for name, tensor in file.tensors.items() if name.startswith("blk.")}
+    stored = {name.split(".", 2)[2]: x.shape for name, x in file.tensors.items() if re.match(r"blk\.\d+\.", name)}
     if qkv_bias and "attn_qkv.weight" not in stored:
         stored["attn_q.bias"] = ()
     rope = NO_ROPE if rope_style is None else read_rope(keys, rope_style, _rope_base(keys, rope_base), head_dim)
@@ -261,6 +265,8 @@ def _rope_base(keys: Keys, default: float) -> float:
     base = keys.number("rope.freq_base", default=default)
     if keys.raw("rope.freq_base") is None:
         warn_default(keys.file, keys.name("rope.freq_base"), default)
+    if base <= 1:
+        raise keys.error("rope.freq_base", f"is {base}, and must be more than 1")
     return base
 
 

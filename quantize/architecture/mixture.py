@@ -44,14 +44,13 @@ def read(keys: Keys, habits: Experts | None) -> Experts | None:
             f"{', '.join(f'{number} ({name})' for number, name in GATINGS.items())}."
         )
     width = None if keys.raw("expert_feed_forward_length") is None else keys.integer("expert_feed_forward_length")
-    norm = keys.raw("expert_weights_norm")
     return replace(
         habits,
         n_expert=n_expert,
         n_used=n_used,
         n_ff=width or keys.integer("feed_forward_length"),
         gating=GATINGS[gating] if gating else habits.gating,
-        norm=habits.norm if norm is None else bool(norm),
+        norm=keys.file.get(keys.name("expert_weights_norm"), bool, habits.norm),
         scale=keys.number("expert_weights_scale", default=0.0) or habits.scale,
     )
 

@@ -66,8 +66,8 @@ def _original(keys: Keys) -> int:
 
 def _yarn(keys: Keys, rope: Rope, factor: float) -> Rope:
     """Long waves are stretched by the factor, short ones are not, with a ramp between."""
-    extrapolation = keys.raw("rope.scaling.yarn_ext_factor")
-    mix = 1.0 if extrapolation is None or extrapolation < 0 else float(extrapolation)
+    extrapolation = keys.file.get(keys.name("rope.scaling.yarn_ext_factor"), float, -1.0)
+    mix = 1.0 if extrapolation < 0 else extrapolation
     n_ctx, n = _original(keys), rope.n_dims
 
     def dimension(turns: float) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from tiny import FAMILIES, write_tiny
@@ -216,6 +217,30 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[EdgertError], str]] = {
     "another scaling": ("qwen2", {"qwen2.rope.scaling.type": "dynamic"}, UnsupportedFormatError, "'dynamic'.*yarn"),
     "longrope": ("llama", {"llama.rope.scaling.type": "longrope"}, ModelFileError, "rope_factors_long.weight"),
     "rope of no base": ("llama", {"llama.rope.freq_base": 0.0}, ModelFileError, "rope.freq_base"),
+    "yarn without waves": (
+        "qwen2",
+        {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.freq_base": 1.0},
+        ModelFileError,
+        "freq_base is 1.0.*more than 1",
+    ),
+    "a text to mix by": (
+        "qwen2",
+        {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.yarn_ext_factor": "all"},
+        ModelFileError,
+        "yarn_ext_factor.*a number",
+    ),
+    "no number to mix by": (
+        "qwen2",
+        {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.yarn_ext_factor": float("nan")},
+        ModelFileError,
+        "yarn_ext_factor.*is nan",
+    ),
+    "a window of 64 bits": (
+        "gemma3",
+        {"gemma3.attention.sliding_window": (2**63, gguf.GGUFValueType.UINT64)},
+        ModelFileError,
+        "sliding_window is 9223372036854775808.*or less",
+    ),
     "experts": ("qwen2", {"qwen2.expert_count": 8}, UnsupportedFormatError, "experts"),
     "layers that differ": ("llama", {"llama.context_length": [2, 4]}, UnsupportedFormatError, "2 to 4"),
     "heads of one layer": (
@@ -266,10 +291,10 @@ def test_some_biases_are_not_enough(tiny: Make) -> None:
 
 
 def test_unknown_tensors_warn(tiny: Make, caplog: pytest.LogCaptureFixture) -> None:
-    extra = {"v.patch_embd.weight": np.ones((4, 32), np.float32)}
+    extra = dict.fromkeys(("v.patch_embd.weight", "blk", "blk.", "blk.x", "blk.0", "blk.x.y"), np.ones(4, np.float32))
     with caplog.at_level(logging.WARNING, "edgert"):
         assert tiny("llama", weights=extra).n_layer == 2
-    assert "v.patch_embd.weight" in caplog.text
+    assert "v.patch_embd.weight, blk, blk., blk.x, blk.0" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -281,6 +306,10 @@ def test_unknown_tensors_warn(tiny: Make, caplog: pytest.LogCaptureFixture) -> N
         ("gemma3", "output.bias", (384,)),
         ("qwen3", "blk.0.post_ffw_norm.weight", (128,)),
         ("llama", "rope_factors_long.weight", (16,)),
+        ("llama", "blk.0.attn_q.scale", (1,)),
+        ("llama", "token_embd.scale", (1,)),
+        ("llama", "token_embd.bias", (384,)),
+        ("gemma3", "per_layer_token_embd.weight", (384, 64)),
     ],
 )
 def test_tensors_that_change_the_result_are_refused(family: str, name: str, shape: tuple[int, ...], tiny: Make) -> None:
