@@ -162,7 +162,10 @@ class Stream:
 
 
 class _Waker:
-    """Sets events of an event loop from other threads; those of one step wake the loop once."""
+    """Sets events of an event loop from other threads; those of one step wake the loop once.
+
+    Waking it is a write to a pipe, in which the loop's thread may take the interpreter from the one that calls.
+    """
 
     _known: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, _Waker]] = WeakKeyDictionary()
 
@@ -179,9 +182,13 @@ class _Waker:
             found = cls._known[loop] = cls(loop)
         return found
 
-    def wake(self, event: asyncio.Event) -> None:
-        """Sets an event soon. Raises: RuntimeError when the loop has been closed."""
+    def wake(self, event: asyncio.Event) -> Callable[[], None]:
+        """Takes in an event; what it returns has all of these set soon."""
         self._events.append(event)
+        return self._ring
+
+    def _ring(self) -> None:
+        """Raises: RuntimeError when the loop has been closed."""
         if not self._called:
             loop = self._loop()
             if loop is None or loop.is_closed():

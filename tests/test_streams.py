@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -182,3 +183,33 @@ def test_a_second_event_loop_reads_on() -> None:
 
         assert asyncio.run(some()) and asyncio.run(some())
         assert list(stream)[-1].finish_reason == "cancelled"  # the first loop was gone
+
+
+def test_the_replies_of_a_step_wake_their_event_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call there may cost the engine the interpreter until the loop has done its work."""
+
+    async def main(model: Model) -> tuple[int, int]:
+        loop, calls = asyncio.get_running_loop(), 0
+        usual = loop.call_soon_threadsafe
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            handle = usual(*arguments, **options)
+            if threading.current_thread() is not threading.main_thread():
+                time.sleep(0.002)  # in which the loop does all that it can
+            return handle
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+
+        async def read(i: int) -> list[int]:
+            stream = model.generate([1 + i], True, max_tokens=50, ignore_eos=True)
+            return [token async for chunk in stream for token in chunk.tokens]
+
+        found = await asyncio.gather(*(read(i) for i in range(4)))
+        assert [len(tokens) for tokens in found] == [50] * 4
+        return calls, len(backend_of(model).batches)
+
+    with fake_model(n_ctx=256, delay=0.002) as model:
+        calls, steps = asyncio.run(main(model))
+    assert 0 < calls <= steps + 2

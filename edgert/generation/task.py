@@ -6,10 +6,10 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from queue import SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Outcome = Literal["finished", "cancelled", "timed out", "failed"]
+Result = TypeVar("Result")
 Item = Chunk | Progress | NDArray[np.float32] | list[TokenLogprob] | BaseException | None
 
 
@@ -35,10 +36,31 @@ class Outbox(deque[tuple["Task", Item]]):
     """What tasks have left for those who wait for them."""
 
     def send(self) -> None:
-        """Hands it out, which wakes them."""
+        """Hands it out, then wakes them: all of one event loop together, as each call there may stop this thread."""
+        tasks: dict[Task, None] = {}
         while self:
             task, item = self.popleft()
-            task.send(item)
+            task.output.put(item)
+            tasks[task] = None
+        rings: dict[Callable[[], object], list[Task]] = {}
+        for task in tasks:
+            if task.wake and (ring := _called(task.wake, [task])):
+                rings.setdefault(ring, []).append(task)
+        for ring, woken in rings.items():
+            _called(ring, woken)
+
+
+def _called(call: Callable[[], Result], tasks: Sequence[Task]) -> Result | None:
+    """What `call` returns; if it raises, nobody waits for these tasks any more."""
+    try:
+        return call()
+    except RuntimeError:  # the event loop has been closed
+        pass
+    except Exception:  # the callers of other tasks must not suffer
+        logger.exception("a request's caller cannot be woken")
+    for task in tasks:
+        task.cancelled = True
+    return None
 
 
 class Decoder(Protocol):
@@ -79,24 +101,12 @@ class Task(ABC):
         self._cancelled = False
         self.cancellations: deque[Task] = deque()
         self.output: SimpleQueue[Item] = SimpleQueue()
-        self.wake: Callable[[], None] | None = None
+        self.wake: Callable[[], Callable[[], object]] | None = None  # notes who waits, and returns what wakes them
         self.outbox = Outbox()
 
     def put(self, item: Item) -> None:
         """Leaves an item for whoever waits; the engine sends it when it has a moment."""
         self.outbox.append((self, item))
-
-    def send(self, item: Item) -> None:
-        """Hands an item to whoever waits, in a thread or in an event loop."""
-        self.output.put(item)
-        if wake := self.wake:
-            try:
-                wake()
-            except RuntimeError:  # the event loop has been closed
-                self.cancelled = True
-            except Exception:  # the callers of other tasks must not suffer
-                logger.exception("a request's caller cannot be woken")
-                self.cancelled = True
 
     @property
     def cancelled(self) -> bool:
