@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -92,6 +93,32 @@ def test_an_empty_stop_list_leaves_the_models_own_ends(end: int) -> None:
                 assert (choice.get("text") or choice["message"]["content"]) == "ok"
                 assert choice["finish_reason"] == "stop"
                 assert reply["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    "pattern, can",
+    [
+        (r"(?=a)b", False),
+        (r"(?<!a)b", False),
+        (r"\bfoo\b", False),
+        (r"(a)\1", False),
+        (r"[unclosed", False),
+        (r"(?P<year>\d{4})", True),
+        (r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", True),
+        (r"([a-c]{3}|x+y)", True),
+    ],
+)
+def test_a_pattern_is_enforced_or_refused(server: Server, pattern: str, can: bool) -> None:
+    schema = {"type": "string", "pattern": f"^{pattern}$"}
+    for fields in ({"regex": pattern}, {"json_schema": schema}):
+        if not can:
+            assert server.fails(CHAT, messages=HI, **fields)["param"] == next(iter(fields))
+            continue
+        choice = server.ok(CHAT, messages=HI, **fields, max_tokens=40)["choices"][0]
+        text = choice["message"]["content"]
+        assert choice["finish_reason"] == "stop"
+        assert re.fullmatch(pattern, text if "regex" in fields else json.loads(text))
+    assert server.get("/health")[0] == 200
 
 
 # What llama.cpp's server is tested for

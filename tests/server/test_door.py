@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import openai
@@ -43,6 +44,16 @@ def test_other_keys_do_not(locked: Server, header: str) -> None:
 
 def test_health_needs_no_key(locked: Server) -> None:
     assert locked.get("/health")[0] == 200
+
+
+def test_the_page_that_asks_for_a_key_needs_none(locked: Server) -> None:
+    status, _, page = locked.raw("GET", "/")
+    assert status == 200
+    parts = re.findall(r'(?:src|href)="(/?page/[^"]+)"', page.decode())
+    assert len(parts) >= 2
+    for path in ("/favicon.ico", *(f"/{part.lstrip('/')}" for part in parts)):
+        assert locked.raw("GET", path)[0] == 200
+    assert locked.get("/props")[0] == locked.get("/openapi.json")[0] == 401
 
 
 def test_with_a_key_any_host_will_do(locked: Server) -> None:
