@@ -126,6 +126,9 @@ class FakeTokenizer:
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         return [*([BOS] if add_special else []), *text.encode()]
 
+    def encode_whole(self, text: str) -> list[int]:
+        return [*self.encode(text), EOS]
+
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
