@@ -1,0 +1,205 @@
+"""`auto` beside the real libraries, which fail."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from twins import load
+
+from edgert import backends
+from edgert.backends.base import Verdict
+from edgert.devices import accelerators
+from edgert.devices.notes import Notes
+from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError
+
+
+def has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+needs_llama = pytest.mark.skipif(not has("llama_cpp"), reason="llama-cpp-python is not installed")
+needs_onnx = pytest.mark.skipif(not (has("onnx") and has("onnxruntime")), reason="onnxruntime is not installed")
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp is told to give layers to a GPU that is not there; its build for the CPU ignores that."""
+    from edgert.backends.llama import devices
+
+    real = devices.devices
+    gpu = devices.LlamaDevice("CUDA0", "a made-up GPU", "gpu", 8 << 30, 8 << 30)
+    monkeypatch.setattr(devices, "devices", lambda: [*real(), gpu])
+
+
+@needs_llama
+def test_llama_without_its_library(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    from edgert.backends.llama import library
+
+    monkeypatch.setattr(accelerators, "present", lambda *_: frozenset({"gpu"}))
+    monkeypatch.setattr(library, "_library", None)
+
+    real = importlib.import_module
+
+    def broken(name: str) -> Any:
+        if name.startswith("llama_cpp"):
+            raise OSError("libcudart.so.13: cannot open shared object file")
+        return real(name)
+
+    monkeypatch.setattr(library.importlib, "import_module", broken)
+    backend = load(path)
+    backend.close()
+    assert backend.verdict.backend == "cpu"
+    assert "libcudart.so.13" in backend.verdict.trials[1].obstacle
+    with pytest.raises(BackendUnavailableError, match=r"libcudart\.so\.13.*--force-reinstall"):
+        load(path, backend="llama")
+
+
+@needs_llama
+def test_llama_as_a_build_for_the_cpu_beside_a_gpu(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    monkeypatch.setattr(accelerators, "present", lambda *_: frozenset({"gpu"}))
+    backend = load(path)
+    backend.close()
+    obstacle = backend.verdict.trials[1].obstacle
+    assert "sees no GPU" in obstacle and "CMAKE_ARGS=-DGGML_CUDA=on pip install" in obstacle
+    with pytest.raises(BackendUnavailableError, match="no GPU 'CUDA7' here"):
+        load(path, device="CUDA7", require=True)
+
+
+@needs_llama
+def test_llama_is_right_and_taken_by_name(fake_gpu: None, path: Path) -> None:
+    backend = load(path, device="CUDA0", require=True)
+    assert (backend.verdict.backend, backend.verdict.device) == ("llama", "CUDA0 (a made-up GPU)")
+    assert backend.verdict.trials[1].kl < 0.01
+    backend.close()
+
+
+@needs_llama
+def test_llama_out_of_memory(monkeypatch: pytest.MonkeyPatch, fake_gpu: None, path: Path) -> None:
+    from edgert.backends.llama import library
+
+    def full(*_: Any) -> None:
+        library.messages.write(4, b"ggml_backend_cuda_buffer_type_alloc_buffer: allocating 900.00 MiB failed\n")
+
+    monkeypatch.setattr(library.library(), "llama_model_load_from_file", full)
+    monkeypatch.setattr(accelerators, "present", lambda *_: frozenset({"gpu"}))
+    backend = load(path)
+    backend.close()
+    assert backend.verdict.backend == "cpu"
+    assert "has no memory for 3 layers" in backend.verdict.trials[1].obstacle
+    with pytest.raises(DoesNotFitError, match=r"allocating 900\.00 MiB failed"):
+        load(path, device="gpu", require=True)
+
+
+@needs_llama
+def test_llama_where_not_a_layer_fits(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    from edgert.backends.llama import devices
+
+    gpu = devices.LlamaDevice("CUDA0", "full", "gpu", 100 << 20, 8 << 30)
+    monkeypatch.setattr(devices, "devices", lambda: [gpu])
+    with pytest.raises(DoesNotFitError, match=r"Not one layer of .* into 100 MiB of GPU memory"):
+        load(path, device="gpu", require=True)
+
+
+@needs_llama
+def test_llama_with_wrong_answers(monkeypatch: pytest.MonkeyPatch, fake_gpu: None, path: Path) -> None:
+    from edgert.backends.llama import backend as llama
+
+    garbage = (ctypes.c_float * (512 * 384))(*np.random.default_rng(0).normal(0, 5, 512 * 384))
+    monkeypatch.setattr(llama, "function", lambda name, *types: lambda context: ctypes.addressof(garbage))
+    monkeypatch.setattr(accelerators, "present", lambda *_: frozenset({"gpu"}))
+    backend = load(path)
+    backend.close()
+    trial = backend.verdict.trials[1]
+    assert backend.verdict.backend == "cpu" and trial.kl > 1
+    assert "its answers are wrong" in trial.obstacle
+    with pytest.raises(BackendUnavailableError, match="its answers are wrong"):
+        load(path, device="gpu", require=True)
+
+
+@needs_llama
+def test_llama_that_does_not_know_the_model(monkeypatch: pytest.MonkeyPatch, fake_gpu: None, path: Path) -> None:
+    from edgert.backends.llama import library
+
+    def refused(*_: Any) -> None:
+        library.messages.write(4, b"llama_model_load: error loading model: unknown model architecture: 'new'\n")
+
+    monkeypatch.setattr(library.library(), "llama_model_load_from_file", refused)
+    monkeypatch.setattr(accelerators, "present", lambda *_: frozenset({"gpu"}))
+    backend = load(path)
+    backend.close()
+    assert "unknown model architecture" in backend.verdict.trials[1].obstacle
+
+
+@pytest.fixture
+def portable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without kernels of its own, where other engines may be faster on the same CPU."""
+    monkeypatch.setenv("EDGERT_ISA", "portable")
+    monkeypatch.setitem(backends.OPENERS, "llama", lambda *_: (_ for _ in ()).throw(BackendUnavailableError("not now")))
+
+
+def onnx_trial(verdict: Verdict) -> Any:
+    return next(trial for trial in verdict.trials if trial.backend == "onnx")
+
+
+@needs_onnx
+def test_onnx_on_a_processor_without_kernels_of_its_own(portable: None, path: Path) -> None:
+    backend = load(path)
+    backend.close()
+    trial = onnx_trial(backend.verdict)
+    assert not trial.obstacle and trial.decode > 0
+    assert trial.same_top > 0.9 and trial.kl < 0.01
+
+
+@needs_onnx
+def test_onnx_whose_kept_weights_are_damaged(
+    monkeypatch: pytest.MonkeyPatch, portable: None, path: Path, tmp_path: Path
+) -> None:
+    from edgert.backends.onnx import store
+
+    monkeypatch.setattr(store, "cache_root", lambda: tmp_path)
+    load(path).close()
+    (data,) = [
+        one for one in tmp_path.rglob("*") if one.is_file() and one.name.startswith("weights") and one.suffix != ".json"
+    ]
+    data.write_bytes(np.random.default_rng(0).integers(0, 255, data.stat().st_size, np.uint8).tobytes())
+    Notes("choices").path.unlink()
+    backend = load(path)
+    backend.close()
+    assert backend.verdict.backend == "cpu"
+    assert "its answers are wrong" in onnx_trial(backend.verdict).obstacle
+
+
+@needs_onnx
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("NOT_IMPLEMENTED : Could not find an implementation for MatMulNBits"), "does not load the model"),
+        (MemoryError(), "has not enough memory"),
+    ],
+)
+def test_onnx_whose_session_fails(
+    monkeypatch: pytest.MonkeyPatch, portable: None, path: Path, error: Exception, words: str
+) -> None:
+    import onnxruntime
+
+    def session(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    backend = load(path)
+    backend.close()
+    assert backend.verdict.backend == "cpu"
+    assert words in onnx_trial(backend.verdict).obstacle
+    with pytest.raises(EdgertError, match=words):
+        load(path, backend="onnx", require=True)
+
+
+@needs_onnx
+def test_onnx_without_an_npu(path: Path) -> None:
+    with pytest.raises(BackendUnavailableError, match="reaches no NPU here"):
+        load(path, device="npu", require=True)
