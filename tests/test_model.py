@@ -317,21 +317,24 @@ def test_threads_get_what_they_would_get_alone(smollm2: Model) -> None:
 
 
 def test_cancel_from_another_thread(smollm2: Model) -> None:
-    stream = smollm2.chat(ask("Count to a million."), True, temperature=0, ignore_eos=True)
-    next(stream)
-    asked: list[float] = []
+    def seconds_to_the_end() -> float:
+        stream = smollm2.chat(ask("Count to a million."), True, temperature=0, ignore_eos=True)
+        next(stream)
+        asked: list[float] = []
 
-    def cancel() -> None:
-        time.sleep(0.1)
-        asked.append(time.monotonic())
-        stream.cancel()
+        def cancel() -> None:
+            time.sleep(0.1)
+            asked.append(time.monotonic())
+            stream.cancel()
 
-    thread = threading.Thread(target=cancel)
-    thread.start()
-    reply = stream.reply()
-    thread.join()
-    assert reply.finish_reason == "cancelled"
-    assert time.monotonic() - asked[0] < 1
+        thread = threading.Thread(target=cancel)
+        thread.start()
+        reply = stream.reply()
+        thread.join()
+        assert reply.finish_reason == "cancelled"
+        return time.monotonic() - asked[0]
+
+    assert min(seconds_to_the_end() for _ in range(5)) < 0.2
 
 
 # What lies between two steps
