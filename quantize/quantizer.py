@@ -215,7 +215,13 @@ class Quantizer:
         if self.out is not None and not settings.resume:
             check_room(Path(os.path.realpath(self.out)), min(room, self.planner.most))
         plan = self.planner.allocated(self.planner.room(settings.budget, self._n_header(self._metadata)), self._loss())
-        return replace(plan, predicted_loss=None) if self._guesses else plan
+        if self._guesses:
+            return replace(plan, predicted_loss=None)
+        if n_pinned := len(self.planner.shapes) - len(self.planner.open):
+            self.measuring.notices.append(
+                f"the prediction leaves out the {n_pinned} tensor{'s' * (n_pinned > 1)} whose types were given"
+            )
+        return plan
 
     def _n_header(self, metadata: Mapping[str, Value]) -> int:
         return len(layout(Path("x.gguf"), metadata, self._tensors(self.planner.floats()))[0].header)

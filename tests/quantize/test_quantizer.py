@@ -22,9 +22,12 @@ from gguf import GGMLQuantizationType as Type
 
 from edgert.errors import DoesNotFitError, EdgertError, RequestError
 from edgert.quantize import Report, quantize
+from edgert.quantize.formats import FORMATS
 from edgert.quantize.gguf_file import GGUFFile
 from edgert.quantize.measuring import Measuring
 from edgert.quantize.report import from_metadata
+from edgert.quantize.sensitivity import Sensitivity
+from edgert.quantize.source import open_source
 
 TinyModel = Callable[..., Path]
 
@@ -166,6 +169,18 @@ def test_pins_are_obeyed_and_misspelt_ones_refused(floats: Path, tmp_path: Path)
         assert file.tensors["blk.1.attn_v.weight"].format.name == "Q4_0"
     with pytest.raises(RequestError, match="ffn_dwon"):
         quantize(floats, out, calibration=(), tensor_types={"ffn_dwon": "q8_0"})
+
+
+def test_a_prediction_says_what_it_leaves_out(floats: Path, tmp_path: Path):
+    path = tmp_path / "sensitivity.json"
+    with open_source(floats) as source:
+        errors = {name: dict.fromkeys(FORMATS, 0.1) for name in source.tensors}
+        Sensitivity(source.fingerprint, errors, dict.fromkeys(errors, 0.01)).save(path)
+    given = {"budget": 9.0, "calibration": (), "sensitivity": path, "dry_run": True}
+    whole = quantize(floats, None, **given)
+    assert whole.predicted_kld and not [text for text in whole.notices if "prediction" in text]
+    pinned = quantize(floats, None, **given, output_type="q6_k")
+    assert "the prediction leaves out the 1 tensor whose types were given" in pinned.notices
 
 
 def test_a_plan_writes_nothing_and_says_what_would_be(odd: Path, tmp_path: Path):
