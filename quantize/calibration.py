@@ -58,12 +58,19 @@ class Statistics:
 
         Experts that no token reached have the mean of the others.
         """
-        if name not in self.sums or not self.counts[name].any():
+        joint = self.joint(name)
+        if joint is None:
             return None
         sums, counts = self.sums[name], self.counts[name][:, None]
-        reached = counts[:, 0] > 0
-        means = np.where(counts > 0, sums / np.maximum(counts, 1), sums[reached].sum(0) / counts[reached].sum())
+        means = np.where(counts > 0, sums / np.maximum(counts, 1), joint)
         return (means if len(means) > 1 else means[0]).astype(np.float32)
+
+    def joint(self, name: str) -> Floats | None:
+        """As importance(), over the inputs of all experts together: float32 (n_cols,)."""
+        if name not in self.sums or not self.counts[name].any():
+            return None
+        joint: Floats = (self.sums[name].sum(0) / self.counts[name].sum()).astype(np.float32)
+        return joint
 
     def unreached(self, name: str) -> int:
         """How many experts of the tensor no token reached."""

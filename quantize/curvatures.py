@@ -18,8 +18,8 @@ from edgert.quantize.memory import Limits
 class Curvatures:
     """Called with a tensor's name, it gives the curvature of its inputs.
 
-    A table that rows are looked up in has no inputs: all of its columns matter alike, as those of experts of which
-    nothing else is known.
+    That of experts has no correlations: a column of theirs matters as the mean square of what all of them read there.
+    A table that rows are looked up in has no inputs: all of its columns matter alike.
     """
 
     def __init__(
@@ -35,6 +35,11 @@ class Curvatures:
         self._folder, self._dampings, self._n_cols, self._most = folder, dampings, n_cols, most
         self._inputs: dict[str, str] = {}  # the tensor under whose name the Hessian of a tensor's input is kept
         self._cache: dict[tuple[str, float], Curvature] = {}
+        self._statistics = Statistics()
+
+    def weigh(self, statistics: Statistics) -> None:
+        """Takes the mean squares of inputs whose Hessians are not kept."""
+        self._statistics = statistics
 
     def __contains__(self, name: object) -> bool:
         """Whether the tensor's inputs were seen."""
@@ -45,10 +50,15 @@ class Curvatures:
         if key not in self._cache:
             while len(self._cache) >= self._most:
                 del self._cache[next(iter(self._cache))]
-            seen = name in self._inputs
-            hessian = np.load(self._path(key[0])) if seen else np.eye(self._n_cols[name], dtype=np.float32)
-            self._cache[key] = Curvature(hessian, key[1])
+            self._cache[key] = Curvature(self._hessian(name), key[1])
         return self._cache[key]
+
+    def _hessian(self, name: str) -> NDArray[np.float32]:
+        if name in self._inputs:
+            kept: NDArray[np.float32] = np.load(self._path(self._inputs[name]))
+            return kept
+        squares = self._statistics.joint(name)
+        return np.diag(np.ones(self._n_cols[name], np.float32) if squares is None else squares)
 
     def forget(self) -> None:
         """Keeps none at hand."""

@@ -166,6 +166,7 @@ class Measuring:
         curvatures = self._collected("calibrating", self.texts.training, None if known else statistics)
         if not known:
             write_imatrix(path, statistics)
+        curvatures.weigh(statistics)
         return statistics, curvatures
 
     @property
@@ -175,7 +176,9 @@ class Measuring:
     @cached_property
     def _held_out(self) -> Curvatures:
         """The correlations in the text to judge by."""
-        return self._collected("judging", self.texts.judging, None)
+        curvatures = self._collected("judging", self.texts.judging, None)
+        curvatures.weigh(self._training[0])
+        return curvatures
 
     def _collected(self, stage: str, chunks: Chunks, statistics: Statistics | None) -> Curvatures:
         tied = {"token_embd.weight": TIED_DAMPING} if "output.weight" not in self.source.tensors else {}

@@ -1,6 +1,6 @@
 """The plain float32 forward pass that every backend is checked against; Architecture's docstring as NumPy.
 
-Weights are dequantized by gguf-py, so that edgert's own formats are checked as well.
+Weights are dequantized by gguf-py or libggml, so that edgert's own formats are checked as well.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Reference:
             return self.cache[name][rows]
         tensor = self.tensors[name]
         whole = isinstance(rows, slice) and rows == slice(None)
-        values = gguf.quants.dequantize(tensor.data[rows], tensor.tensor_type).astype(self.dtype)
+        values = dequantize(tensor.data[rows], tensor.tensor_type).astype(self.dtype)
         if self.cache is not None and whole:
             self.cache[name] = values
         return values
@@ -160,6 +160,16 @@ class Reference:
         x = x - x.mean(-1, keepdims=True)
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
         return x + self.weight(f"{name}.bias") if f"{name}.bias" in self.tensors else x
+
+
+def dequantize(data: Floats, kind: gguf.GGMLQuantizationType) -> Floats:
+    """By gguf-py, or by libggml where that does not know the type."""
+    try:
+        return gguf.quants.dequantize(data, kind)
+    except NotImplementedError:
+        import ggml
+
+        return ggml.dequantize(data, kind.name)
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "quantize"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ggml
 
 from edgert.quantize.rounding import GRIDS, quantize

@@ -16,6 +16,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mixtures import N_USED, write_mixture
 
 from edgert.errors import EdgertError, ModelFileError
 from edgert.quantize.calibration import Statistics, calibrate
@@ -236,6 +237,27 @@ def test_llama_imatrix_finds_the_same(family: str, tiny_model: Callable[..., Pat
         assert a is not None and b is not None
         assert theirs.counts[name] == ours.counts[name] == [1024]
         assert np.abs(a - b).sum() < 0.02 * a.sum(), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2moe"])
+def test_llama_imatrix_finds_the_same_of_experts(family: str, tmp_path: Path) -> None:
+    """Each expert by itself, and the shared one; a token near the border between two experts may take the other."""
+    program = tool("llama-imatrix")
+    model = write_mixture(tmp_path / "m.gguf", family, quant=Type.F32)
+    (tmp_path / "text.txt").write_text(TEXT)
+    flags = f"-m {model} -f {tmp_path}/text.txt -c 128 -b 128 --chunks 8 -t 1 --process-output --no-ppl"
+    run(*program, *flags.split(), "-o", str(tmp_path / "theirs.gguf"))
+    theirs = read_imatrix(tmp_path / "theirs.gguf")
+    with open_engine(model, n_ctx=128, n_threads=1) as engine:
+        ids = engine.tokenize(TEXT.removesuffix("\n"))
+        ours = calibrate(engine, ids[: 8 * 128].reshape(8, 128), datasets=["text.txt"])
+    assert any("_exps" in name for name in theirs.sums)
+    assert ours.sums.keys() - theirs.sums.keys() <= {"token_embd.weight"}
+    for name in theirs.sums:
+        assert theirs.sums[name].shape == ours.sums[name].shape, name
+        assert theirs.counts[name].sum() == ours.counts[name].sum() == 1024 * (N_USED if "_exps" in name else 1)
+        assert np.abs(theirs.counts[name] - ours.counts[name]).sum() <= 0.01 * theirs.counts[name].sum(), name
+        assert np.abs(theirs.sums[name] - ours.sums[name]).sum() < 0.02 * theirs.sums[name].sum(), name
 
 
 def test_llama_cpp_takes_ours(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import ggml
 import gguf
 import numpy as np
 import pytest
@@ -222,6 +223,27 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("edgert: ")]
     assert len(said) == 1
     return said[0]
+
+
+def test_from_blocks_of_a_grid_of_signs(
+    tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """IQ3_XXS is refused as a source unless that is wanted, and then the report says what it was."""
+    floats = tiny_model("llama", quant=Type.F32, n_embd=256, n_head=4, head_dim=64, n_ff=512)
+    source = ggml.rounded(floats, tmp_path / "source.gguf", {"blk.*": "IQ3_XXS"})
+    out = tmp_path / "out.gguf"
+    flags = (source, "-o", out, "--fast", "--type", "q4_0")
+    said = refusal(capsys, *flags)
+    assert "IQ3_XXS" in said and "--allow-requantize" in said and not out.exists()
+    report = run(*flags, "--allow-requantize", "-t", 1)
+    assert report["requantized"] is True and "IQ3_XXS" in report["source_types"]
+    result = CliRunner().invoke(command, [*map(str, flags), "--allow-requantize", "-t", "1"], catch_exceptions=False)
+    assert result.exit_code == 0 and "IQ3_XXS" in result.output
+    assert report["types"]["blk.1.ffn_up.weight"] == "Q4_0"
+    with GGUFFile.open(source) as before, GGUFFile.open(out) as after:
+        for name in ("blk.0.attn_q.weight", "blk.1.ffn_down.weight"):
+            values, rounded = before.tensors[name].dequantize(), after.tensors[name].dequantize()
+            assert np.square(rounded - values).mean() < 0.02 * np.square(values).mean()
 
 
 def test_a_name_that_cannot_be_written_is_refused_before_the_work(
