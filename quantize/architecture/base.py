@@ -121,7 +121,7 @@ class Layer:
     @property
     def gate_is_fused(self) -> bool:
         """ffn_up has the rows of the gate, then its own."""
-        return not self.has("ffn_gate") and self.tensors["ffn_up.weight"][0] == 2 * self.n_ff
+        return self.has("ffn_up") and not self.has("ffn_gate") and self.tensors["ffn_up.weight"][0] == 2 * self.n_ff
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
+from mixtures import write_mixture
 from reference import Reference, kl_divergence
 
 from edgert import backends
@@ -233,6 +234,15 @@ def test_what_the_graphs_lack_is_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedFormatError, match=lacks):
         backends.load(tiny_model("llama", **options), backend="onnx")
+
+
+@needs_onnx
+def test_other_families_are_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFormatError, match=r"qwen3moe.* has .*a mixture of experts"):
+        backends.load(write_mixture(tmp_path / "m.gguf", "qwen3moe"), backend="onnx", device="cpu")
+    with pytest.raises(UnsupportedFormatError, match="'mamba' model"):
+        backends.load(tiny_model("mamba"), backend="onnx", device="cpu")
+    assert not list(store.root().glob("new-*"))
 
 
 @needs_onnx
