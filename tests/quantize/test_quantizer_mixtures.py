@@ -58,6 +58,7 @@ def ours(path: Path) -> np.ndarray:
         return backend.forward(Batch.of(TOKENS, 0, 0, "all")).copy()
 
 
+@pytest.mark.slow
 def test_counts_of_experts_add_up(checkpoint: Path, text: Path, tmp_path: Path) -> None:
     """Each token is counted once for each expert that it uses, in all three matrices alike."""
     convert(checkpoint, tmp_path / "m.gguf", "F32")
