@@ -38,11 +38,11 @@ class ModelFacts:
     is_70b: bool = False
 
 
-_NEVER = ("_norm.weight", "ffn_gate_inp.weight", "position_embd.weight")
+_NEVER = ("_norm.weight", "ffn_gate_inp.weight", "position_embd.weight", "token_types.weight")
 
 
 def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether llama.cpp would quantize the tensor: matrices, but for norms, tables of positions and routers."""
+    """Whether llama.cpp would quantize the tensor: matrices, but for norms, routers, tables of positions and types."""
     return len(shape) > 1 and name.endswith("weight") and not name.endswith(_NEVER)
 
 

@@ -16,6 +16,7 @@ from tiny import write_gguf
 import edgert
 from edgert.errors import ContextFullError, RequestError
 from edgert.quantize.convert import convert
+from edgert.quantize.gguf_file import GGUFFile
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -110,6 +111,8 @@ def test_few_bits(bert: tuple[Path, Any, Any], tmp_path: Path) -> None:
 
     path, reference, tokenizer = bert
     quantize(path, tmp_path / "q8.gguf", budget="Q8_0", calibration=())
+    with GGUFFile.open(tmp_path / "q8.gguf") as file:  # llama.cpp can add no other type
+        assert file.tensor("token_types.weight").format.name == "F32"
     wanted = states(reference, tokenizer.encode(TEXTS[2]).ids).mean(0)
     assert_close(embedded(tmp_path / "q8.gguf", TEXTS[2], "mean"), wanted, 0.2, 2e-3)
 

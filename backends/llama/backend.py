@@ -8,8 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from os import fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from edgert.backends.base import Backend, Batch, Verdict
 from edgert.backends.llama import devices
 from edgert.backends.llama.cells import Cells
+from edgert.backends.llama.door import validated
 from edgert.backends.llama.library import function, library, messages, system_info, version
 from edgert.backends.llama.offload import FITTING, SPLIT_MODES, Offload, amx_unused, load_model
 from edgert.backends.sessions import check_facts
@@ -109,7 +109,7 @@ class LlamaBackend(Backend):
         if rpc:
             devices.add_rpc_servers(llama, rpc)
         bits = (KV_BITS[type_k] + KV_BITS[type_v]) / 2
-        with _validated(model) as file:
+        with validated(model) as file:
             path = fspath(file.path)
             fingerprint = _fingerprint(file)
             n_ctx = n_ctx or file.get(f"{file.architecture}.context_length", int)
@@ -481,15 +481,3 @@ def _fingerprint(file: GGUFFile) -> str:
         digest.update(f"{name} {tensor.shape}".encode())
         digest.update(tensor.data[:1].tobytes())
     return digest.hexdigest()
-
-
-@contextmanager
-def _validated(model: GGUFFile | str | Path) -> Iterator[GGUFFile]:
-    """A file whose structure our reader has checked; llama.cpp trusts what it reads."""
-    if isinstance(model, str | Path):
-        from edgert.quantize.gguf_file import GGUFFile
-
-        with GGUFFile.open(model) as file:
-            yield file
-    else:
-        yield model

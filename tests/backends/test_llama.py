@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from reference import Reference, kl_divergence
 
 from edgert.backends.base import Batch
-from edgert.backends.llama import amx
+from edgert.backends.llama import amx, door
 from edgert.backends.llama import library as module
 from edgert.backends.llama.backend import LlamaBackend
 from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, ModelFileError, RequestError
@@ -249,6 +249,42 @@ def test_damaged_files_never_reach_llama(
 def test_what_llama_refuses_says_why(tiny_model: Callable[..., Path]) -> None:
     with pytest.raises(ModelFileError, match=r"llama\.cpp does not load"):
         LlamaBackend(tiny_model("llama", omit=["blk.1.attn_k.weight"]), n_ctx=64)
+
+
+@needs_llama
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.expert_used_count", 7),
+        ("llama.expert_count", 2**31),
+        ("llama.rope.dimension_count", 15),
+        ("llama.rope.dimension_count", 64),
+        ("llama.rope.scaling.type", "su"),
+        ("llama.attention.layer_norm_rms_epsilon", -1.0),
+    ],
+)
+def test_what_llama_would_end_the_process_for_is_refused(tiny_model: Callable[..., Path], key: str, value: Any) -> None:
+    path = tiny_model("llama", metadata={"llama.expert_count": 6, "llama.expert_used_count": 2, key: value})
+    with pytest.raises(ModelFileError, match=key.replace(".", r"\.")):
+        LlamaBackend(path, n_ctx=64)
+
+
+@needs_llama
+def test_vectors_that_llama_could_not_add_are_refused(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "half.gguf", "llama")
+    for tensor in gguf.GGUFReader(tiny_model("llama")).tensors:
+        if tensor.data.ndim == 1:
+            writer.add_tensor(tensor.name, tensor.data.astype(np.float16))
+        else:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with GGUFFile.open(tmp_path / "half.gguf") as file, pytest.raises(ModelFileError, match="as F32 and it is F16"):
+        door.check_types(file)
 
 
 @needs_llama
