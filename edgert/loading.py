@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from edgert.errors import EdgertError
+from edgert.errors import EdgertError, ModelFileError
 from edgert.generation import Limits
 from edgert.generation.limits import PARALLEL, PATIENCE, STALL
 from edgert.model import Model, Pooling
@@ -15,11 +15,13 @@ from edgert.options import SamplingParams, function, integer, named, string
 
 if TYPE_CHECKING:
     from edgert.backends.cpu.sampling import SampleKernel
+    from edgert.quantize.gguf_file import GGUFFile
 
 logger = logging.getLogger(__name__)
 
 KEPT_PREFIXES = 12  # sequences beyond those that run, for beginnings of prompts
-POOLINGS: dict[object, Pooling] = {1: "mean", 2: "cls", 3: "last"}  # by the numbers of GGUF's pooling_type
+# By the numbers of GGUF's pooling_type; 0 is none of them, and 4 a judge of pairs: their texts' mean serves.
+POOLINGS: dict[int, Pooling] = {0: "mean", 1: "mean", 2: "cls", 3: "last", 4: "mean"}
 
 
 def load(
@@ -109,7 +111,7 @@ def load(
         defaults = SamplingParams.from_metadata(file.metadata)
         n_ctx = context.chosen(file, n_ctx)
         context.warn_beyond(file, n_ctx)
-        pooling = POOLINGS.get(file.metadata.get(f"{file.architecture}.pooling_type"), "mean")
+        pooling = _pooling(file)
         if sampling is not None:
             defaults = defaults.changed(named("sampling", sampling))
         limits = Limits(
@@ -159,3 +161,12 @@ def _sample_kernel(progress: Callable[[int, int], None] | None) -> SampleKernel 
     except (ImportError, OSError, RuntimeError, EdgertError) as error:
         logger.warning("sampling runs in NumPy, because its kernel cannot be compiled: %s", error)
         return None
+
+
+def _pooling(file: GGUFFile) -> Pooling:
+    """How the file pools states. Raises: ModelFileError."""
+    key = f"{file.architecture}.pooling_type"
+    number = file.get(key, int, 0)
+    if number not in POOLINGS:
+        raise ModelFileError(f"{file.path}: {key} is {number}, and must be {min(POOLINGS)} to {max(POOLINGS)}.")
+    return POOLINGS[number]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tiny import write_gguf
 
 import edgert
-from edgert.errors import ContextFullError, RequestError
+from edgert.errors import ContextFullError, ModelFileError, RequestError
 from edgert.quantize.convert import convert
 from edgert.quantize.gguf_file import GGUFFile
 
@@ -177,3 +177,8 @@ def test_a_decoder_that_embeds_reads_its_end_token(tmp_path: Path, tiny_model: A
         assert model.pooling == "last"
         assert np.array_equal(model.embed("hello world"), model.embed([*ids, model.tokenizer.eos_id], "last"))
         assert model.tokenize("hello world") == ids
+
+
+def test_a_pooling_that_nobody_knows_is_refused(tiny_model: Any) -> None:
+    with pytest.raises(ModelFileError, match=r"qwen3\.pooling_type is 9, and must be 0 to 4"):
+        edgert.load(tiny_model("qwen3", metadata={"qwen3.pooling_type": 9}), n_threads=1, backend="cpu")
