@@ -168,8 +168,9 @@ def _rules() -> dict[str, Rule]:
         "tekken": Rule((_cased(digit),), whole_words=True, add_bos=True),
         "gpt-4o llama4 kanana2 talkie minimax-m2": Rule((o200k,)),
         "granite-embed-multi-97m": Rule((o200k,), whole_words=True),
-        "tiny_aya cohere2moe": Rule((r"\d{1,3}(?=(?:\d{3})*\b)", o200k)),
-        "superbpe": Rule((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+        # Threes from the right, of as many digits as numbers have: looking to the end of any run would take its square.
+        "tiny_aya cohere2moe": Rule((r"\d{1,3}(?=(?:\d{3}){0,100}\b)", o200k)),
+        "superbpe": Rule((r"\p{N}+", r"(?=(\d{3}){1,100}(?!\d))")),
         "kimi-k2": Rule((_KIMI,)),
         "gemma4 granite-embed-multi-311m": Rule((r"[^\n]+|\n+",), add_bos=True, raw=True),
         "chameleon": Rule(
