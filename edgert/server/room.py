@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
@@ -51,6 +52,7 @@ class Line:
         Raises: BusyError after so many seconds; what `attempt` raises.
         """
         ticket, end = _Ticket(), time.monotonic() + self._seconds
+        due: float | None = None  # when a model has to give way: being woken does not put it off
         self._tickets.append(ticket)
         try:
             while True:
@@ -58,13 +60,15 @@ class Line:
                 first = self._tickets[0] is ticket
                 if first and await attempt():
                     return
-                left = end - time.monotonic()
-                if left <= 0:
+                now = time.monotonic()
+                if now >= end:
                     raise BusyError(f"No model became idle in {self._seconds:.0f} seconds: try again.", retry_after=5)
-                try:
-                    await asyncio.wait_for(ticket.changed.wait(), min(left, TURN))
-                except TimeoutError:
-                    ticket.drained = ticket.drained or (busy() if first else None)
+                if first and (due is None or now >= due):
+                    if due is not None:
+                        ticket.drained = ticket.drained or busy()
+                    due = now + TURN
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ticket.changed.wait(), min(end, due or end) - now)
         finally:
             self._tickets.remove(ticket)
             self.wake()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from harness import Server, open_stream, serving, wait_for
 from shelf import Shelf, names, text
 
 from edgert.server import room
-from edgert.server.registry import Spec
+from edgert.server.registry import Place, Spec
 from edgert.server.service import Settings
 
 SLOW = {"delay": 0.01}
@@ -104,6 +105,27 @@ def test_a_model_whose_caller_left_while_it_was_loaded_is_kept(shelf: Shelf) -> 
         wait_for(lambda: names(server) == ["a", "b"])
         assert text(server, "b") == "I am b"
         assert shelf.loads == ["a", "b"]
+
+
+def test_requests_that_end_all_the_time_do_not_put_the_turn_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "TURN", 0.3)
+    line, place = room.Line(3), Place(Spec("a", "a"))
+
+    async def attempt() -> bool:
+        return line.drains(place)
+
+    async def busy_model() -> None:
+        while True:
+            line.wake()
+            await asyncio.sleep(0)
+
+    async def waiting() -> None:
+        others = asyncio.create_task(busy_model())
+        await line.turn(attempt, lambda: place)
+        others.cancel()
+
+    asyncio.run(waiting())
+    assert not line.drains(place)
 
 
 def test_a_model_that_is_never_idle_lets_others_have_their_turn(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
