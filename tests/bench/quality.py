@@ -127,32 +127,42 @@ def greedy(engine: Backend, prompt: list[int], n: int, ends: Container[int]) -> 
     return out
 
 
+def parting(first: list[int], second: list[int]) -> int | None:
+    """The place at which two texts part; None: nowhere, as far as the shorter one goes."""
+    return next((i for i, (x, y) in enumerate(zip(first, second, strict=False)) if x != y), None)
+
+
 def compare_greedy(
     engines: dict[str, Backend], model: FloatModel, tokenizer: Tokenizer, template: ChatTemplate, n_prompts: int
 ) -> None:
-    """Prints where the greedy texts of two engines part, and the float32 margin there.
+    """Prints where the greedy texts of two engines part, and the float32 margin there; how far each is float32's own.
 
     A difference is a near tie when float32's own margin between the two tokens is within three times the
     larger root-mean-square error of the engines' logits at that place. Where it is no tie, the one that
     chooses otherwise than float32 is at fault.
     """
     (one, first), (other, second) = list(engines.items())[:2]
-    equal, equal_32 = 0, 0
+    parted: dict[str, list[int | None]] = {"each other": [], one: [], other: []}
     ties, faults = 0, {one: 0, other: 0}
     for prompt in PROMPTS[:n_prompts]:
         pieces = template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
         ids = tokenizer.encode_pieces(pieces)
         a, b = (greedy(engine, ids, N_GREEDY, tokenizer.end_ids) for engine in (first, second))
-        place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x[0] != y[0]), None)
-        equal += place is None
-        equal_32 += place is None or place >= 32
+        texts = {one: [token for token, _ in a], other: [token for token, _ in b]}
+        exact = {
+            name: model.head(model.hidden(np.array(ids + text[:-1], np.int32))[len(ids) - 1 :])
+            for name, text in texts.items()
+        }
+        for name, text in texts.items():
+            parted[name].append(parting(text, exact[name].argmax(axis=1).tolist()))
+        place = parting(texts[one], texts[other])
+        parted["each other"].append(place)
         if place is None:
             continue
         (x, x_logits), (y, y_logits) = a[place], b[place]
-        state = model.hidden(np.array(ids + [token for token, _ in a[:place]], np.int32))[-1:]
-        exact = model.head(state)[0]
-        errors = {name: float(np.std(logits - exact)) for name, logits in ((one, x_logits), (other, y_logits))}
-        margin = float(exact[x] - exact[y])
+        reference = exact[one][place]
+        errors = {name: float(np.std(logits - reference)) for name, logits in ((one, x_logits), (other, y_logits))}
+        margin = float(reference[x] - reference[y])
         near = abs(margin) <= 3 * max(errors.values())
         wrong = one if margin < 0 else other
         ties += near
@@ -162,9 +172,11 @@ def compare_greedy(
             f"{other} {tokenizer.piece(y)!r} by {y_logits[y] - y_logits[x]:.4f}, float32 {margin:+.4f}; "
             f"logit errors {errors[one]:.4f}, {errors[other]:.4f}: {'near tie' if near else f'{wrong} is off'}"
         )
+    same = {name: sum(place is None or place >= 32 for place in places) for name, places in parted.items()}
     click.echo(
-        f"greedy, {n_prompts} prompts, at most {N_GREEDY} tokens: {equal} equal throughout, {equal_32} for 32 tokens "
-        f"or to the end; {ties} part at a near tie, {faults[one]} where {one} and {faults[other]} where {other} is off"
+        f"greedy, {n_prompts} prompts, at most {N_GREEDY} tokens: {same['each other']} equal for 32 or to the end; {ties} part "
+        f"at a near tie, {faults[one]} where {one} and {faults[other]} where {other} is off; "
+        f"equal to float32's for 32 tokens: {one} {same[one]}, {other} {same[other]}"
     )
 
 
