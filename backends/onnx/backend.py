@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +65,9 @@ class OnnxBackend(Backend):
         self._weights_bytes = folder.weights.n_bytes
         self._lengths = [0] * n_seq_max
         self._logits = np.empty((1, self.n_vocab), np.float32)
+        # Of a single token, the usual step: the same memory each time, which stays bound.
+        self._row, self._first = np.empty((1, self.architecture.n_embd), np.float32), np.zeros(1, np.int64)
+        self._one = np.empty((1, self.n_vocab), np.float32)
         self.capabilities = frozenset({"fork", "truncate", "batch"})
         self.shares_pages = False  # each sequence has room for a whole context
         self.verdict = self._judge(found, requested, n_threads)
@@ -101,6 +104,19 @@ class OnnxBackend(Backend):
             },
         )
 
+    def extend(self, tokens: Sequence[int], position: int, sequence: int) -> NDArray[np.float32]:
+        if len(tokens) != 1:
+            return super().extend(tokens, position, sequence)
+        runner, token = self._open(), tokens[0]
+        self._check(1, token, token, sequence, sequence)
+        if position != self._lengths[sequence]:
+            raise self._gap(sequence)
+        self._check_room(position + 1, 1)
+        self._embed(self._rows[token : token + 1], self._row)
+        runner.run(sequence, self._row, position, self._first, self._one)
+        self._lengths[sequence] += 1
+        return self._one
+
     def forward(self, batch: Batch) -> NDArray[np.float32]:
         runner, n = self._open(), len(batch)
         runs = self._runs(batch)
@@ -108,12 +124,10 @@ class OnnxBackend(Backend):
         if len(self._logits) < n_wanted or len(self._logits) > 64:
             self._logits = np.empty((max(n_wanted, 1), self.n_vocab), np.float32)
         logits = self._logits[:n_wanted]
-        a = self.architecture
         row_of = np.cumsum(batch.wanted) - 1  # of the result, by place in the batch
         for sequence, places in runs.items():
-            x = self._format.dequantize(self._rows[batch.tokens[places]])
-            if a.embedding_scale != 1.0:
-                x *= np.float32(a.embedding_scale)
+            x = np.empty((len(places), self.architecture.n_embd), np.float32)
+            self._embed(self._rows[batch.tokens[places]], x)
             wanted = np.flatnonzero(batch.wanted[places])
             whole = len(places) == n
             out = logits if whole else np.empty((len(wanted), self.n_vocab), np.float32)
@@ -123,31 +137,47 @@ class OnnxBackend(Backend):
                 logits[row_of[places[wanted]]] = out
         return logits
 
-    def _runs(self, batch: Batch) -> dict[int, NDArray[np.int64]]:
-        """The places of each sequence's tokens in the batch. Raises: ValueError for what cannot be."""
-        n = len(batch)
+    def _embed(self, rows: NDArray[np.uint8], x: NDArray[np.float32]) -> None:
+        """Rows of the table as the first layer reads them, written to x (n, n_embd)."""
+        np.multiply(self._format.dequantize(rows), np.float32(self.architecture.embedding_scale), out=x)
+
+    def _check(self, n: int, low_token: int, high_token: int, low_sequence: int, high_sequence: int) -> None:
         if not 0 < n <= self.n_batch:
             raise ValueError(f"a batch holds 1 to {self.n_batch} tokens, not {n}")
-        if not (n == len(batch.sequences) == len(batch.positions) == len(batch.wanted)):
-            raise ValueError("tokens, sequences, positions and wanted differ in length")
-        if int(batch.tokens.min()) < 0 or int(batch.tokens.max()) >= self.n_vocab:
+        if low_token < 0 or high_token >= self.n_vocab:
             raise ValueError(f"token ids run from 0 to {self.n_vocab - 1}")
-        if int(batch.sequences.min()) < 0 or int(batch.sequences.max()) >= self.n_seq_max:
+        if low_sequence < 0 or high_sequence >= self.n_seq_max:
             raise ValueError(f"sequences run from 0 to {self.n_seq_max - 1}")
-        runs = {}
-        for sequence in dict.fromkeys(batch.sequences.tolist()):
-            places = np.flatnonzero(batch.sequences == sequence)
-            start = self._lengths[sequence]
-            if not np.array_equal(batch.positions[places], np.arange(start, start + len(places))):
-                raise ValueError(f"the positions of sequence {sequence} do not follow its {start} tokens")
-            if start + len(places) > self.n_ctx:
-                raise ValueError(f"positions run from 0 to {self.n_ctx - 1}")
-            runs[sequence] = places
+
+    def _check_room(self, longest: int, n: int) -> None:
+        """longest: positions of the longest sequence after the step; n: tokens of the step."""
+        if longest > self.n_ctx:
+            raise ValueError(f"positions run from 0 to {self.n_ctx - 1}")
         if sum(self._lengths) + n > self.n_cached:
             raise DoesNotFitError(
                 f"The cache of {self.n_cached} positions has no room for {n} more tokens: "
                 "free a sequence or load the model with a larger -c/--ctx-size."
             )
+
+    def _gap(self, sequence: int) -> ValueError:
+        return ValueError(f"the positions of sequence {sequence} do not follow its {self._lengths[sequence]} tokens")
+
+    def _runs(self, batch: Batch) -> dict[int, NDArray[np.int64]]:
+        """The places of each sequence's tokens in the batch. Raises: ValueError for what cannot be."""
+        n = len(batch)
+        tokens, sequences = batch.tokens, batch.sequences
+        bounds = [int(bound) for x in (tokens, sequences) for bound in (x.min(initial=0), x.max(initial=0))]
+        self._check(n, *bounds)
+        if not (n == len(sequences) == len(batch.positions) == len(batch.wanted)):
+            raise ValueError("tokens, sequences, positions and wanted differ in length")
+        runs, longest = {}, 0
+        for sequence in dict.fromkeys(batch.sequences.tolist()):
+            places = np.flatnonzero(batch.sequences == sequence)
+            start = self._lengths[sequence]
+            if not np.array_equal(batch.positions[places], np.arange(start, start + len(places))):
+                raise self._gap(sequence)
+            runs[sequence], longest = places, max(longest, start + len(places))
+        self._check_room(longest, n)
         return runs
 
     def length(self, sequence: int) -> int:

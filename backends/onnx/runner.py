@@ -70,9 +70,8 @@ class FusedRunner(Runner):
         positions = np.arange(self.n_ctx)
         self._tables = [table for rope in ropes(self.a) for table in rope_table(rope, positions)]
         self._bindings: dict[int, Any] = {}
+        self._bound: dict[int, tuple[Floats, NDArray[np.int64], Floats]] = {}  # what each binding has last been given
         self._total, self._length = np.zeros((), np.int32), np.zeros(1, np.int32)
-        self._one = np.zeros((1, self.a.n_embd), np.float32)
-        self._first = np.zeros(1, np.int64)
 
     def _binding(self, sequence: int) -> Any:
         if sequence in self._bindings:
@@ -96,9 +95,12 @@ class FusedRunner(Runner):
         binding = self._binding(sequence)
         self._total[()] = position + len(x)
         self._length[0] = position + len(x) - 1
-        binding.bind_ortvalue_input("x", _value(x))
-        binding.bind_ortvalue_input("wanted", _value(wanted))
-        binding.bind_ortvalue_output("logits", _value(logits))
+        bound = self._bound.get(sequence)
+        if bound is None or bound[0] is not x or bound[1] is not wanted or bound[2] is not logits:
+            binding.bind_ortvalue_input("x", _value(x))
+            binding.bind_ortvalue_input("wanted", _value(wanted))
+            binding.bind_ortvalue_output("logits", _value(logits))
+            self._bound[sequence] = x, wanted, logits
         self._session.run_with_iobinding(binding)
 
     def copy(self, source: int, target: int, length: int) -> None:
