@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,6 +54,25 @@ class Batch:
             np.arange(position, position + n, dtype=np.int32),
             mask,
         )
+
+    def whole(self, size: int) -> Iterator[tuple[slice, Batch]]:
+        """Parts of so many tokens, all of them wanted, each with its place in the batch."""
+        for start in range(0, len(self), size):
+            part = slice(start, start + size)
+            wanted = np.ones_like(self.wanted[part])
+            yield part, Batch(self.tokens[part], self.sequences[part], self.positions[part], wanted)
+
+
+def of_wanted(on_input: OnInput, wanted: NDArray[np.bool_]) -> OnInput:
+    """What `observe` tells of a step in which all tokens were wanted: the head's input is that of these alone."""
+
+    def see(names: tuple[str, ...], rows: NDArray[np.float32], *expert: Expert) -> None:
+        if HEADS.isdisjoint(names):
+            on_input(names, rows, *expert)
+        elif wanted.any():
+            on_input(names, rows[wanted], *expert)
+
+    return see
 
 
 @dataclass

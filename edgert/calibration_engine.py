@@ -1,4 +1,4 @@
-"""The running model that the quantizer measures: `edgert.quantize.engine.Engine` on the cpu backend."""
+"""The running model that the quantizer measures: `edgert.quantize.engine.Engine`, on the cpu backend if not told."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def open_engine(
     n_ctx: int = 512,
     n_threads: int | None = None,
     weights_as: str | None = "bf16",
+    backend: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
+    **options: Any,
 ) -> CalibrationEngine:
     """Loads a model for measurements on texts of up to n_ctx tokens.
 
@@ -39,10 +41,18 @@ def open_engine(
     weights_as:  the float type that holds the matrices, whatever the source's: "bf16" is the fastest where processors
                  have tiles, and rounds replaced values to 8 bits; "f32" is exact; None keeps a GGUF file's quantized
                  types as they are, and these cannot be replaced
+    backend:     "llama" or "onnx" run a GGUF file as it is, which can be observed, and nothing of it replaced
     progress:    called with (done, all) while kernels are compiled
+    options:     of such a backend: device, n_gpu_layers, require and what its class takes
 
     Raises: EdgertError and its subclasses, when the source, the machine or an option is at fault.
     """
+    if backend != "cpu":
+        if isinstance(source, Source) or os.path.isdir(source):
+            raise RequestError("backend", f"{backend} runs GGUF files alone: convert the folder first, or choose cpu")
+        return _elsewhere(os.fspath(source), backend, n_ctx=n_ctx, n_threads=n_threads, progress=progress, **options)
+    if options:
+        raise RequestError(next(iter(options)), "is for another backend: name it, llama or onnx, and not auto or cpu")
     opened: GGUFFile | Source | None = None
     model: Model[Any]
     if weights_as is None:
@@ -57,7 +67,7 @@ def open_engine(
         from edgert.backends.cpu.backend import CpuBackend
 
         tokenizer = Tokenizer.from_gguf(model)
-        backend = CpuBackend(
+        running = CpuBackend(
             model,
             n_ctx=n_ctx,
             n_threads=n_threads,
@@ -71,7 +81,19 @@ def open_engine(
         if opened is not None:
             opened.close()
         raise
-    return CalibrationEngine(model, backend, tokenizer, opened)
+    return CalibrationEngine(model, running, tokenizer, opened)
+
+
+def _elsewhere(path: str, backend: str, **options: Any) -> CalibrationEngine:
+    from edgert import backends
+
+    model = GGUFFile.open(path)
+    try:
+        running = backends.load(model, backend=backend, observable=True, **options)
+        return CalibrationEngine(model, running, Tokenizer.from_gguf(model), model)
+    except BaseException:
+        model.close()
+        raise
 
 
 def estimate(source: Source, n_ctx: int) -> Running:

@@ -135,7 +135,7 @@ def _door() -> tuple[Callable[..., Engine], Callable[[Source, int], Running]]:
 def open_engine(source: str | PathLike[str] | Source, **options: Any) -> Engine:
     """A running model from a GGUF file, a folder in Hugging Face's format, or an open source.
 
-    options:  n_ctx, n_threads, weights_as, progress, as `edgert.calibration_engine.open_engine` takes them
+    options:  n_ctx, n_threads, weights_as, backend, progress, as `edgert.calibration_engine.open_engine` takes them
 
     Raises: EdgertError and its subclasses, when the source or the machine is at fault.
     """

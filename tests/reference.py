@@ -6,6 +6,7 @@ Weights are dequantized by gguf-py or libggml, so that edgert's own formats are 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from edgert.backends.base import Backend, Batch
 from edgert.quantize.architecture import Architecture, Experts, Layer, describe
 from edgert.quantize.gguf_file import GGUFFile
 
@@ -255,3 +257,55 @@ def kl_divergence(reference: Floats, other: Floats) -> Floats:
     """Logits (n, n_vocab) twice -> float64 (n,): nats lost by using `other`."""
     p, q = log_softmax(reference), log_softmax(other)
     return (np.exp(p) * (p - q)).sum(-1)
+
+
+class ObservedReference(Reference):
+    """Notes the input of every product of the reference."""
+
+    def inputs(self, tokens: list[int]) -> dict[str, np.ndarray]:
+        seen: dict[str, np.ndarray] = {}
+        outer = self
+
+        class Noting(np.ndarray):
+            """A weight that notes what is multiplied with its transpose."""
+
+            name = ""
+
+            def __array_finalize__(self, obj: Any) -> None:
+                self.name = getattr(obj, "name", "")
+
+            def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+                plain = [np.asarray(x) for x in inputs]
+                if ufunc is np.matmul and isinstance(inputs[1], Noting):
+                    seen[inputs[1].name] = plain[0].copy()
+                return getattr(ufunc, method)(*plain, **kwargs)
+
+        def weight(name: str, rows: Any = slice(None)) -> Any:
+            values = Reference.weight(outer, name, rows)
+            if values.ndim == 2 and isinstance(rows, slice):
+                values = values.view(Noting)
+                values.name = name
+            return values
+
+        self.weight = weight  # type: ignore[method-assign]
+        self.logits(tokens)
+        return seen
+
+
+def observed(backend: Backend, batch: Batch) -> dict[str, np.ndarray]:
+    """What the products of a step read, by tensor."""
+    parts: dict[str, list[np.ndarray]] = defaultdict(list)
+
+    def on_input(names: tuple[str, ...], inputs: np.ndarray) -> None:
+        assert inputs.dtype == np.float32
+        for name in names:
+            parts[name].append(inputs.copy())
+
+    backend.observe(batch, on_input)
+    return {name: np.concatenate(found) for name, found in parts.items()}
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """In the root mean square of what is expected."""
+    assert found.shape == expected.shape
+    return float(np.sqrt(((found - expected) ** 2).mean() / (expected**2).mean()))

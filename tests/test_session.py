@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,63 @@ def test_llama_cpp_refuses_what_is_not_its_own(open_llama: Open, open_model: Ope
         ({**found.facts, "length": 3}, found.data),
         ({**found.facts, "n_bytes": 4}, np.frombuffer(b"\xff" * 4, np.uint8)),
     ):
+        session.write(tmp_path / "t", found.tokens, {}, facts, [data])
+        with pytest.raises(SessionError):
+            model.load_session(tmp_path / "t")
+    assert model.generate([*TOKENS, 3], **GREEDY).tokens == expected.tokens
+
+
+@pytest.fixture
+def open_onnx(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    for name in ("onnx", "onnxruntime"):
+        pytest.importorskip(name, reason=f"{name} is not installed (pip install 'edgert[npu]')")
+    from edgert.backends.onnx import providers, store
+
+    monkeypatch.setattr(store, "root", lambda: tmp_path / "onnx")
+    opened: list[Model] = []
+
+    def make(family: str = "llama", seed: int = 0, profile: str = "fused", **options: object) -> Model:
+        row = replace(providers.PROVIDERS["cpu"], profile=profile)  # type: ignore[arg-type]
+        monkeypatch.setitem(providers.PROVIDERS, "cpu", row)
+        path = tiny_model(family, quant=Type.Q8_0, seed=seed, head_dim=32)
+        options = {"n_ctx": 256, "n_threads": 1, "n_seq_max": 3, "device": "cpu", "n_cached": 768, **options}
+        opened.append(edgert.load(path, backend="onnx", **options))  # type: ignore[arg-type]
+        return opened[-1]
+
+    yield make
+    for model in opened:
+        model.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_onnx_runtime_reads_nothing_again_either(family: str, open_onnx: Open, tmp_path: Path) -> None:
+    """Nor on a processor for which the cache lies otherwise in memory: the file is the same."""
+    first = open_onnx(family)
+    expected = first.generate([*TOKENS[:100], 7], **GREEDY)
+    first.generate(TOKENS, max_tokens=0)
+    assert first.save_session(tmp_path / "s", TOKENS[:100]) == 100
+    for i, profile in enumerate(("fused", "static")):
+        other = open_onnx(family, profile=profile)
+        assert other.load_session(tmp_path / "s").tokens.tolist() == TOKENS[:100]
+        assert other.save_session(tmp_path / f"{i}", TOKENS[:100]) == 100
+        np.testing.assert_array_equal(session.read(tmp_path / f"{i}").data, session.read(tmp_path / "s").data)
+        again = other.generate([*TOKENS[:100], 7], **GREEDY)
+        assert again.stats.cache_n == 100
+        assert again.tokens == expected.tokens
+
+
+def test_onnx_runtime_refuses_what_is_not_its_own(open_onnx: Open, open_model: Open, tmp_path: Path) -> None:
+    model = open_onnx()
+    expected = model.generate([*TOKENS, 3], **GREEDY)
+    model.save_session(tmp_path / "s", TOKENS)
+    with pytest.raises(SessionError, match="another model"):
+        open_onnx(seed=1).load_session(tmp_path / "s")
+    with pytest.raises(SessionError, match="another backend: 'onnx', not 'cpu'"):
+        open_model().load_session(tmp_path / "s")
+    with pytest.raises(SessionError, match="120 tokens, and the context holds 64"):
+        open_onnx(n_ctx=64, n_cached=192).load_session(tmp_path / "s")
+    found = session.read(tmp_path / "s")
+    for facts, data in ((found.facts, found.data[:-4]), ({**found.facts, "length": 3}, found.data)):
         session.write(tmp_path / "t", found.tokens, {}, facts, [data])
         with pytest.raises(SessionError):
             model.load_session(tmp_path / "t")

@@ -6,6 +6,7 @@ The package is an extra (`edgert[gpu]`); importing this module does not load it,
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -16,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.base import Backend, Batch, Verdict
+from edgert.backends.base import Backend, Batch, OnInput, Verdict, of_wanted
 from edgert.backends.llama import devices
 from edgert.backends.llama.cells import Cells
 from edgert.backends.llama.door import validated
 from edgert.backends.llama.library import function, library, messages, system_info, version
+from edgert.backends.llama.observer import Observer
 from edgert.backends.llama.offload import FITTING, SPLIT_MODES, Offload, amx_unused, load_model
 from edgert.backends.sessions import check_facts
 from edgert.devices import probe
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from edgert.quantize.gguf_file import GGUFFile
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-STATES = 64  # tokens of a step that gives their states
+WHOLE = 64  # tokens of a step that gives more than the logits of a few
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2, "iq4_nl": 20}
 KV_BITS = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8.5, "q5_1": 6, "q5_0": 5.5, "q4_1": 5, "q4_0": 4.5, "iq4_nl": 4.5}
 
@@ -70,6 +72,7 @@ class LlamaBackend(Backend):
         gpu_memory: int = 0,
         rpc: Sequence[str] = (),
         require: bool = False,
+        observable: bool = False,
         requested: str = "llama",
     ) -> None:
         """Loads the model.
@@ -90,6 +93,7 @@ class LlamaBackend(Backend):
         gpu_memory:       bytes that may be taken of each GPU; 0: what is free
         rpc:              host:port of llama.cpp's rpc-servers, whose devices count as GPUs
         require:          raise when no GPU runs all that was asked for
+        observable:       show what products read, by the capability "observe"; all steps take longer then
 
         Raises: BackendUnavailableError, ModelFileError, DoesNotFitError; ValueError for a wrong option.
         """
@@ -112,6 +116,7 @@ class LlamaBackend(Backend):
         with validated(model) as file:
             path = fspath(file.path)
             fingerprint = _fingerprint(file)
+            names = list(file.tensors)
             n_ctx = n_ctx or file.get(f"{file.architecture}.context_length", int)
             n_cached = n_cached or n_ctx * n_seq_max
             offload = Offload.plan(
@@ -151,6 +156,9 @@ class LlamaBackend(Backend):
         options.pooling_type = 0  # none: states of each token
         options.no_perf = True
         options.offload_kqv = offload.n_layers > 0
+        self._observer = Observer(llama.ggml_backend_sched_eval_callback, names) if observable else None
+        if self._observer is not None:
+            options.cb_eval = self._observer.callback
         options.op_offload = device.strip().lower() != "cpu"
         self._context = llama.llama_init_from_model(self._model, options)
         if not self._context:
@@ -169,6 +177,8 @@ class LlamaBackend(Backend):
         self.n_batch = n_batch
         self.n_seq_max = n_seq_max
         self.capabilities = frozenset({"fork", "truncate", "batch", "session", "states"})
+        if observable:
+            self.capabilities |= {"observe"}
         self._session_facts = {
             "backend": "llama",
             "llama-cpp-python": version(),
@@ -250,17 +260,20 @@ class LlamaBackend(Backend):
             self._sequences[:n], self._wanted[:n] = sequence, 1
         return self._decode(n, {sequence: position + n}, n)
 
+    def observe(self, batch: Batch, on_input: OnInput) -> None:
+        self._check_open()
+        if self._observer is None:
+            raise NotImplementedError("the backend was not loaded with observable")
+        for part, one in batch.whole(WHOLE):  # llama.cpp computes the last layer of wanted tokens alone
+            self._observer.watch(of_wanted(on_input, batch.wanted[part]), functools.partial(self.forward, one))
+
     def states(self, batch: Batch) -> NDArray[np.float32]:
         self._check_open()
         width = int(self._llama.llama_model_n_embd(self._model))
         found = np.empty((len(batch), width), np.float32)
         self._llama.llama_set_embeddings(self._context, True)
         try:
-            for start in range(0, len(batch), STATES):  # llama.cpp makes logits of all of them as well
-                part = slice(start, start + STATES)
-                one = Batch(
-                    batch.tokens[part], batch.sequences[part], batch.positions[part], np.ones_like(batch.wanted[part])
-                )
+            for part, one in batch.whole(WHOLE):  # llama.cpp makes logits of all of them as well
                 self.forward(one)
                 address = self._states_address(self._context)
                 if not address:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from edgert.backends.llama.library import ggml_function
 from edgert.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
@@ -45,27 +45,16 @@ class LlamaDevice:
     memory_total: int
 
 
-def _ggml() -> Any:
-    return importlib.import_module("llama_cpp._ggml").libggml
-
-
-def _function(library: Any, name: str, result: Any, *arguments: Any) -> Any:
-    function = getattr(library, name)
-    function.restype, function.argtypes = result, list(arguments)
-    return function
-
-
 def devices() -> list[LlamaDevice]:
     """All devices of the installed build, processors included. llama.cpp must have been initialised."""
-    ggml = _ggml()
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    get = _function(ggml, "ggml_backend_dev_get", pointer, size)
-    name = _function(ggml, "ggml_backend_dev_name", ctypes.c_char_p, pointer)
-    describe = _function(ggml, "ggml_backend_dev_description", ctypes.c_char_p, pointer)
-    kind = _function(ggml, "ggml_backend_dev_type", ctypes.c_int, pointer)
-    memory = _function(ggml, "ggml_backend_dev_memory", None, pointer, ctypes.POINTER(size), ctypes.POINTER(size))
+    get = ggml_function("ggml_backend_dev_get", pointer, size)
+    name = ggml_function("ggml_backend_dev_name", ctypes.c_char_p, pointer)
+    describe = ggml_function("ggml_backend_dev_description", ctypes.c_char_p, pointer)
+    kind = ggml_function("ggml_backend_dev_type", ctypes.c_int, pointer)
+    memory = ggml_function("ggml_backend_dev_memory", None, pointer, ctypes.POINTER(size), ctypes.POINTER(size))
     found = []
-    for i in range(_function(ggml, "ggml_backend_dev_count", size)()):
+    for i in range(ggml_function("ggml_backend_dev_count", size)()):
         device, free, total = get(i), size(), size()
         memory(device, ctypes.byref(free), ctypes.byref(total))
         number = kind(device)
@@ -96,17 +85,17 @@ def gpus(names: Sequence[str] = ()) -> list[LlamaDevice]:
 
 def pointers(names: Sequence[str]) -> Any:
     """What `llama_model_params.devices` takes: the devices of these names, closed by a null."""
-    ggml, pointer = _ggml(), ctypes.c_void_p
-    by_name = _function(ggml, "ggml_backend_dev_by_name", pointer, ctypes.c_char_p)
+    pointer = ctypes.c_void_p
+    by_name = ggml_function("ggml_backend_dev_by_name", pointer, ctypes.c_char_p)
     return (pointer * (len(names) + 1))(*[by_name(name.encode()) for name in names], None)
 
 
 def splits_rows(device: LlamaDevice) -> bool:
     """Whether this build can share the rows of a matrix among this device and others of its kind."""
-    ggml, pointer = _ggml(), ctypes.c_void_p
-    found = _function(ggml, "ggml_backend_dev_by_name", pointer, ctypes.c_char_p)(device.name.encode())
-    registry = _function(ggml, "ggml_backend_dev_backend_reg", pointer, pointer)(found)
-    address = _function(ggml, "ggml_backend_reg_get_proc_address", pointer, pointer, ctypes.c_char_p)
+    pointer = ctypes.c_void_p
+    found = ggml_function("ggml_backend_dev_by_name", pointer, ctypes.c_char_p)(device.name.encode())
+    registry = ggml_function("ggml_backend_dev_backend_reg", pointer, pointer)(found)
+    address = ggml_function("ggml_backend_reg_get_proc_address", pointer, pointer, ctypes.c_char_p)
     return bool(address(registry, b"ggml_backend_split_buffer_type"))
 
 
@@ -123,15 +112,15 @@ def add_rpc_servers(llama: Any, endpoints: Sequence[str]) -> None:
             "The installed llama.cpp was built without RPC: "
             f"{BUILDS['nvidia'].replace('-DGGML_CUDA=on', '-DGGML_RPC=on')}"
         )
-    ggml, pointer = _ggml(), ctypes.c_void_p
-    registry = _function(ggml, "ggml_backend_reg_by_name", pointer, ctypes.c_char_p)(b"RPC")
-    address = _function(ggml, "ggml_backend_reg_get_proc_address", pointer, pointer, ctypes.c_char_p)(
+    pointer = ctypes.c_void_p
+    registry = ggml_function("ggml_backend_reg_by_name", pointer, ctypes.c_char_p)(b"RPC")
+    address = ggml_function("ggml_backend_reg_get_proc_address", pointer, pointer, ctypes.c_char_p)(
         registry, b"ggml_backend_rpc_add_server"
     )
     if not address:
         raise BackendUnavailableError("The installed llama.cpp has no way to add RPC servers: install a newer one.")
     add = ctypes.CFUNCTYPE(pointer, ctypes.c_char_p)(address)
-    register = _function(ggml, "ggml_backend_register", None, pointer)
+    register = ggml_function("ggml_backend_register", None, pointer)
     for endpoint in endpoints:
         if endpoint in _servers:
             continue

@@ -96,6 +96,13 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     return prototype((name, library()._lib))
 
 
+def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of the ggml below llama.cpp, which the package declares none of."""
+    function = getattr(importlib.import_module("llama_cpp._ggml").libggml, name)
+    function.restype, function.argtypes = result, list(arguments)
+    return function
+
+
 def _load_libstdcxx() -> None:
     """A CUDA build carries pieces of another libstdc++, which its regular expressions must not meet: SIGSEGV."""
     if sys.platform == "linux":

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.base import Backend, Batch, Verdict
+from edgert.backends.base import Backend, Batch, OnInput, Verdict, of_wanted
 from edgert.backends.onnx import providers
 from edgert.backends.onnx.footprint import footprint
 from edgert.backends.onnx.providers import CPU, Device
 from edgert.backends.onnx.runner import FusedRunner, Runner, StaticRunner
 from edgert.backends.onnx.store import ModelFolder
+from edgert.backends.onnx.weights import members
+from edgert.backends.sessions import check_facts
 from edgert.devices import fitting, probe
-from edgert.errors import BackendUnavailableError, DoesNotFitError, UnsupportedFormatError
+from edgert.errors import BackendUnavailableError, DoesNotFitError, SessionError, UnsupportedFormatError
 from edgert.quantize.architecture import Architecture, describe
 from edgert.quantize.gguf_file import GGUFFile
 
 log = logging.getLogger(__name__)
 
 N_BATCH = 512
+WHOLE = 64  # tokens of a step that gives logits of all besides what products read
 QKV = tuple(f"attn_{part}.bias" for part in "qkv")
 
 
@@ -32,6 +36,7 @@ class OnnxBackend(Backend):
     n_cached:   positions that all sequences together may have; 0: n_ctx for each
     device:     "auto" (an NPU, or else the CPU), or a name that `edgert devices` shows: cpu, openvino:npu, qnn ...
     require:    raise when the device cannot run the whole model, instead of leaving parts to the CPU
+    observable: show what products read, by the capability "observe"; steps take longer then
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class OnnxBackend(Backend):
         n_cached: int = 0,
         device: str = "auto",
         require: bool = False,
+        observable: bool = False,
         progress: Callable[[int, int], None] | None = None,
         requested: str = "onnx",
     ) -> None:
@@ -60,15 +66,22 @@ class OnnxBackend(Backend):
         embedding = file.tensor("token_embd.weight")
         self._rows, self._format = embedding.data, embedding.format
         folder = ModelFolder(file, a)
-        kind: type[Runner] = FusedRunner if found.provider.profile == "fused" else StaticRunner
-        self._runner: Runner | None = kind(folder, a, found, self.n_ctx, n_seq_max, n_threads)
+        arguments = folder, a, found, self.n_ctx, n_seq_max, n_threads
+        fused = found.provider.profile == "fused"
+        if observable and not fused:
+            raise BackendUnavailableError(f"What products read on {found.name} stays there: choose --device cpu.")
+        runner = FusedRunner(*arguments, observable=observable) if fused else StaticRunner(*arguments)
+        self._runner: Runner | None = runner
         self._weights_bytes = folder.weights.n_bytes
         self._lengths = [0] * n_seq_max
         self._logits = np.empty((1, self.n_vocab), np.float32)
         # Of a single token, the usual step: the same memory each time, which stays bound.
         self._row, self._first = np.empty((1, self.architecture.n_embd), np.float32), np.zeros(1, np.int64)
         self._one = np.empty((1, self.n_vocab), np.float32)
-        self.capabilities = frozenset({"fork", "truncate", "batch"})
+        self.capabilities = frozenset({"fork", "truncate", "batch", "session"})
+        if observable:
+            self.capabilities |= {"observe"}
+        self._session_facts = {"backend": "onnx", "model": folder.path.name}
         self.shares_pages = False  # each sequence has room for a whole context
         self.verdict = self._judge(found, requested, n_threads)
         if require:
@@ -137,6 +150,21 @@ class OnnxBackend(Backend):
                 logits[row_of[places[wanted]]] = out
         return logits
 
+    def observe(self, batch: Batch, on_input: OnInput) -> None:
+        runner = self._open()
+        if "observe" not in self.capabilities or not isinstance(runner, FusedRunner):
+            raise NotImplementedError("the backend was not loaded with observable")
+        self._runs(batch)
+        for part, one in batch.whole(WHOLE):
+            for sequence, places in self._runs(one).items():
+                x = np.empty((len(places), self.architecture.n_embd), np.float32)
+                self._embed(self._rows[one.tokens[places]], x)
+                seen = runner.observe(sequence, x, self._lengths[sequence])
+                self._lengths[sequence] += len(places)
+                see = of_wanted(on_input, batch.wanted[part][places])
+                for group, rows in seen.items():
+                    see(members(self.architecture, group), rows)
+
     def _embed(self, rows: NDArray[np.uint8], x: NDArray[np.float32]) -> None:
         """Rows of the table as the first layer reads them, written to x (n, n_embd)."""
         np.multiply(self._format.dequantize(rows), np.float32(self.architecture.embedding_scale), out=x)
@@ -198,6 +226,31 @@ class OnnxBackend(Backend):
         self._open()
         if not 0 <= length <= self._lengths[sequence]:
             raise ValueError(f"sequence {sequence} has {self._lengths[sequence]} positions, not {length}")
+        self._lengths[sequence] = length
+
+    def save(self, sequence: int, length: int) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
+        runner = self._open()
+        if not 0 < length <= self._lengths[sequence]:
+            raise ValueError(f"sequence {sequence} has {self._lengths[sequence]} positions, not {length}")
+        parts = [np.ascontiguousarray(part).view(np.uint8).reshape(-1) for part in runner.cached(sequence, length)]
+        return {**self._session_facts, "length": length}, parts
+
+    def check_saved(self, facts: Mapping[str, Any], n_tokens: int, n_bytes: int) -> None:
+        check_facts(self._session_facts, facts, n_tokens, self.n_ctx)
+        if n_bytes != self._open().kv_bytes([n_tokens]):
+            raise SessionError("The session's data are not as long as they were.")
+
+    def restore(self, sequence: int, facts: Mapping[str, Any], data: NDArray[np.uint8]) -> None:
+        runner, length = self._open(), int(facts["length"])
+        self.check_saved(facts, length, data.nbytes)
+        if self._lengths[sequence]:
+            raise ValueError(f"sequence {sequence} is not empty")
+        if self.free_positions() < length:
+            raise DoesNotFitError(f"The cache has no room for the session's {length} positions: end a sequence.")
+        start, floats = 0, np.frombuffer(data.tobytes(), np.float32)
+        for part in runner.cached(sequence, length):
+            part[:] = floats[start : start + part.size].reshape(part.shape)
+            start += part.size
         self._lengths[sequence] = length
 
     def memory(self) -> dict[str, int]:

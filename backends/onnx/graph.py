@@ -297,3 +297,11 @@ class Fused(Builder):
     def _head_norm(self, x: str, width: int, weight: str) -> str:
         heads = self.node("Reshape", [x, self.ints(-1, width // self.a.head_dim, self.a.head_dim)])
         return self.norm(heads, weight)
+
+
+class Observed(Fused):
+    """Gives out what each group of matrices reads, besides: outputs seen.GROUP (n, n_cols), the head's (w, n_embd)."""
+
+    def matmul(self, x: str, group: str, n_tokens: Dim, bias: str = "") -> list[str]:
+        self.output(x, f"seen.{group}", [n_tokens, self.weights.groups[group][0].n_cols])
+        return super().matmul(x, group, n_tokens, bias)

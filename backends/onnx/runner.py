@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgert.backends.onnx.compiled import Compiled, compiled
-from edgert.backends.onnx.graph import Fused, rope_rows, rope_table, ropes, windows
+from edgert.backends.onnx.graph import Fused, Observed, rope_rows, rope_table, ropes, windows
 from edgert.backends.onnx.providers import Device, runtime
 from edgert.backends.onnx.static_graph import HIDDEN, Head, Static
 from edgert.backends.onnx.store import ModelFolder
@@ -39,8 +39,13 @@ class Runner(ABC):
         """Computes tokens (n, n_embd) at `position` on; writes the logits of the wanted ones (rows, n_vocab)."""
 
     @abstractmethod
+    def cached(self, sequence: int, length: int) -> Iterator[Floats]:
+        """Keys and values of each layer in turn, of room for so many positions: views (n_head_kv, length, head_dim)."""
+
     def copy(self, source: int, target: int, length: int) -> None:
         """Gives the target the first positions of the source."""
+        for old, new in zip(self.cached(source, length), self.cached(target, length), strict=True):
+            new[:] = old
 
     def kv_bytes(self, lengths: list[int]) -> int:
         """Bytes of the cached positions."""
@@ -62,11 +67,10 @@ def _value(array: NDArray[Any]) -> Any:
 class FusedRunner(Runner):
     """The cache is bound once for each sequence; GroupQueryAttention writes into it."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any, observable: bool = False) -> None:
         super().__init__(*arguments)
-        self._session = self._open(
-            "fused", lambda: Fused(self.a, self.folder.weights, self.device.provider.style).build()
-        )
+        name, kind = ("observed", Observed) if observable else ("fused", Fused)
+        self._session = self._open(name, lambda: kind(self.a, self.folder.weights, self.device.provider.style).build())
         positions = np.arange(self.n_ctx)
         self._tables = [table for rope in ropes(self.a) for table in rope_table(rope, positions)]
         self._bindings: dict[int, Any] = {}
@@ -74,12 +78,17 @@ class FusedRunner(Runner):
         self._total, self._length = np.zeros((), np.int32), np.zeros(1, np.int32)
 
     def _binding(self, sequence: int) -> Any:
-        if sequence in self._bindings:
-            return self._bindings[sequence]
-        a, binding = self.a, self._session.io_binding()
-        shape = (1, a.n_head_kv, self.n_ctx, a.head_dim)
+        if sequence not in self._bindings:
+            shape = (1, self.a.n_head_kv, self.n_ctx, self.a.head_dim)
+            for caches in (self.keys, self.values):
+                caches[sequence] = [np.zeros(shape, np.float32) for _ in range(self.a.n_layer)]
+            self._bindings[sequence] = self._bind(sequence)
+        return self._bindings[sequence]
+
+    def _bind(self, sequence: int) -> Any:
+        """All but a step's own arrays."""
+        binding = self._session.io_binding()
         for name, caches in (("k", self.keys), ("v", self.values)):
-            caches[sequence] = [np.zeros(shape, np.float32) for _ in range(a.n_layer)]
             for i, cache in enumerate(caches[sequence]):
                 value = _value(cache)
                 binding.bind_ortvalue_input(f"{name}.{i}", value)
@@ -88,26 +97,42 @@ class FusedRunner(Runner):
             binding.bind_ortvalue_input(f"{('cos', 'sin')[i % 2]}.{i // 2}", _value(table))
         binding.bind_ortvalue_input("total", _value(self._total))
         binding.bind_ortvalue_input("lengths", _value(self._length))
-        self._bindings[sequence] = binding
         return binding
 
     def run(self, sequence: int, x: Floats, position: int, wanted: NDArray[np.int64], logits: Floats) -> None:
         binding = self._binding(sequence)
-        self._total[()] = position + len(x)
-        self._length[0] = position + len(x) - 1
         bound = self._bound.get(sequence)
         if bound is None or bound[0] is not x or bound[1] is not wanted or bound[2] is not logits:
-            binding.bind_ortvalue_input("x", _value(x))
-            binding.bind_ortvalue_input("wanted", _value(wanted))
-            binding.bind_ortvalue_output("logits", _value(logits))
+            self._bind_step(binding, x, wanted, logits)
             self._bound[sequence] = x, wanted, logits
+        self._step(binding, position + len(x))
+
+    def observe(self, sequence: int, x: Floats, position: int) -> dict[str, Floats]:
+        """Computes tokens at `position` on, all of them wanted: what each group of matrices reads."""
+        self._binding(sequence)  # with its cache
+        binding, n = self._bind(sequence), len(x)
+        seen = {name: np.empty((n, ms[0].n_cols), np.float32) for name, ms in self.folder.weights.groups.items()}
+        for name, array in seen.items():
+            binding.bind_ortvalue_output(f"seen.{name}", _value(array))
+        wanted, logits = np.arange(n), np.empty((n, self.a.n_vocab), np.float32)  # alive until the step is done
+        self._bind_step(binding, x, wanted, logits)
+        self._step(binding, position + n)
+        return seen
+
+    @staticmethod
+    def _bind_step(binding: Any, x: Floats, wanted: NDArray[np.int64], logits: Floats) -> None:
+        binding.bind_ortvalue_input("x", _value(x))
+        binding.bind_ortvalue_input("wanted", _value(wanted))
+        binding.bind_ortvalue_output("logits", _value(logits))
+
+    def _step(self, binding: Any, total: int) -> None:
+        self._total[()], self._length[0] = total, total - 1
         self._session.run_with_iobinding(binding)
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        self._binding(target)
-        for caches in (self.keys, self.values):
-            for old, new in zip(caches[source], caches[target], strict=True):
-                new[:, :, :length] = old[:, :, :length]
+    def cached(self, sequence: int, length: int) -> Iterator[Floats]:
+        self._binding(sequence)
+        for pair in zip(self.keys[sequence], self.values[sequence], strict=True):
+            yield from (cache[0, :, :length] for cache in pair)
 
 
 class StaticRunner(Runner):
@@ -216,9 +241,8 @@ class StaticRunner(Runner):
         seen = (distance >= 0) & (distance < (window or 1 << 40))
         return np.tile(np.where(seen, np.float32(0), np.float32(HIDDEN)), (self._groups, 1))
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        self._room(target, length)
-        for old, new in zip(self.keys[source], self.keys[target], strict=True):
-            new[:, :, :length] = old[:, :, :length]
-        for old, new in zip(self.values[source], self.values[target], strict=True):
-            new[:, :length] = old[:, :length]
+    def cached(self, sequence: int, length: int) -> Iterator[Floats]:
+        self._room(sequence, length)
+        for keys, values in zip(self.keys[sequence], self.values[sequence], strict=True):
+            yield keys[:, :, :length].swapaxes(1, 2)
+            yield values[:, :length]

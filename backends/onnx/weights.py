@@ -17,6 +17,13 @@ from edgert.quantize.gguf_file import GGUFFile, Tensor
 
 ALIGNMENT = 4096  # so that a runtime can map each tensor
 STEP_BYTES = 1 << 24  # of GGUF data that are converted at a time
+# Matrices of a layer that read the same, one below the other in the file.
+GROUPS = {
+    "qkv": ("attn_q", "attn_k", "attn_v"),
+    "attn_output": ("attn_output",),
+    "gate_up": ("ffn_gate", "ffn_up"),
+    "ffn_down": ("ffn_down",),
+}
 DATA, INDEX = "weights.bin", "weights.json"
 
 
@@ -159,6 +166,14 @@ def neox_rows(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
     return np.ascontiguousarray(np.moveaxis(pairs, 2, 1)).reshape(rows.shape)
 
 
+def members(a: Architecture, group: str) -> tuple[str, ...]:
+    """The tensors of a group like "blk.0.qkv" or "output"."""
+    prefix, _, name = group.rpartition(".")
+    if not prefix:
+        return ("token_embd.weight" if a.tied_head else "output.weight",)
+    return tuple(f"{prefix}.{part}.weight" for part in GROUPS[name])
+
+
 def _kind(tensor: Tensor) -> tuple[int, int, bool] | None:
     packing = PACKINGS.get(tensor.format.name)
     return (packing.bits, packing.block_size, packing.has_rest) if packing else None
@@ -192,15 +207,9 @@ def write(folder: Path, file: GGUFFile, a: Architecture) -> None:
             if a.qkv_bias:
                 biases = [values(f"{prefix}attn_{part}.bias") for part in "qkv"]
                 writer.add(f"{prefix}qkv.bias", np.concatenate(biases))
-            groups = {
-                "qkv": ("attn_q", "attn_k", "attn_v"),
-                "attn_output": ("attn_output",),
-                "gate_up": ("ffn_gate", "ffn_up"),
-                "ffn_down": ("ffn_down",),
-            }
-            for group, names in groups.items():
-                tensors = [file.tensor(f"{prefix}{name}.weight") for name in names]
+            for group in GROUPS:
+                tensors = [file.tensor(name) for name in members(a, prefix + group)]
                 writer.add_group(prefix + group, [(tensor, heads_of(tensor.name)) for tensor in tensors])
         writer.add("output_norm.weight", values("output_norm.weight"))
-        writer.add_group("output", [(file.tensor("token_embd.weight" if a.tied_head else "output.weight"), 0)])
+        writer.add_group("output", [(file.tensor(name), 0) for name in members(a, "output")])
     (folder / INDEX).write_text(writer.index(), encoding="utf-8")

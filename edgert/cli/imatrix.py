@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgert.cli.flags import flag, json_flag
+from edgert.cli.flags import backend_flags, backend_options, flag, json_flag
 from edgert.cli.loading import ProgressLine, bar, model_path, notices
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--in-file", type=FILE, multiple=True, help="Add what is in these files; without -m, only that.")
 @click.option("--show", type=FILE, help="Print what a file holds, and stop.")
 @flag("-t", "--threads", type=int, help="Threads; 0: as many as suit this machine.")
+@backend_flags
 @json_flag
 def command(
     model: str | None,
@@ -47,11 +48,13 @@ def command(
     show: Path | None,
     threads: int | None,
     as_json: bool,
+    **flags: Any,
 ) -> None:
     """Runs MODEL on texts and writes the mean squares of what its matrices read, column by column.
 
     Quantizers weigh rounding errors by them; llama-quantize takes the file with --imatrix. The matrices of a model
-    without a head of its own (tied embeddings) all have an entry, the embedding included.
+    without a head of its own (tied embeddings) all have an entry, the embedding included. --backend llama (on a GPU,
+    say) and onnx run a GGUF file as it is; auto is the cpu backend, which also reads folders.
     """
     from edgert.quantize.imatrix import read_imatrix, write_imatrix
     from edgert.quantize.target import check_target
@@ -64,11 +67,13 @@ def command(
         raise click.UsageError("name a model with -m, or a file with --show or --in-file.")
     if model is None and texts:
         raise click.UsageError("-f is read by a model: name it with -m.")
+    engine = backend_options(flags)
+    engine["backend"] = {"auto": "cpu"}.get(engine["backend"], engine["backend"])
     output_file = output_file or Path("imatrix.gguf")
     check_target(output_file, [*filter(None, [model]), *texts])
     parts = [read_imatrix(path) for path in in_file]
     if model is not None:
-        parts.append(collect(model, texts, ctx_size, chunks, threads if threads and threads > 0 else None))
+        parts.append(collect(model, texts, ctx_size, chunks, threads if threads and threads > 0 else None, **engine))
     whole = parts[0]
     for part in parts[1:]:
         whole.merge(part)
@@ -83,8 +88,10 @@ def command(
         click.echo(f"No token reached {sum(unreached.values())} experts in {len(unreached)} tensors: give more text.")
 
 
-def collect(model: str, sources: Sequence[str], n_ctx: int, n_chunks: int | None, n_threads: int | None) -> Statistics:
-    """Statistics of a model on texts, with a line that tells how far it is."""
+def collect(
+    model: str, sources: Sequence[str], n_ctx: int, n_chunks: int | None, n_threads: int | None, **engine: Any
+) -> Statistics:
+    """Statistics of a model on texts, with a line that tells how far it is; engine: options of `open_engine`."""
     from edgert.quantize.calibration import calibrate
     from edgert.quantize.calibration_text import cut, default_texts, read_text
     from edgert.quantize.engine import open_engine
@@ -96,18 +103,18 @@ def collect(model: str, sources: Sequence[str], n_ctx: int, n_chunks: int | None
         def compiled(done: int, of: int) -> None:
             line.show(f"compiling, the first time only {bar(done / max(of, 1))} {done}/{of} kernels")
 
-        with open_engine(path, n_ctx=n_ctx, n_threads=n_threads, progress=compiled) as engine:
+        with open_engine(path, n_ctx=n_ctx, n_threads=n_threads, progress=compiled, **engine) as running:
             line.show("reading the texts")
             most = n_chunks and n_chunks * n_ctx
-            texts = [read_text(engine, source, most) for source in sources] or default_texts(engine, most)
-            pieces = cut(engine, texts, n_ctx, n_chunks)
+            texts = [read_text(running, source, most) for source in sources] or default_texts(running, most)
+            pieces = cut(running, texts, n_ctx, n_chunks)
             started = time.monotonic()
 
             def on_chunk(done: int, of: int) -> None:
                 left = (time.monotonic() - started) / done * (of - done)
                 line.show(f"calibrating {bar(done / of)} chunk {done} of {of}, {left:.0f} s left")
 
-            return calibrate(engine, pieces, datasets=[Path(text.name).name for text in texts], on_chunk=on_chunk)
+            return calibrate(running, pieces, datasets=[Path(text.name).name for text in texts], on_chunk=on_chunk)
 
 
 def table(statistics: Statistics) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from reference import Reference
+from reference import ObservedReference, Reference, observed, relative_error
 from tiny import FAMILIES, write_tiny
 
 from edgert import backends
@@ -40,56 +39,6 @@ def open_cpu() -> Iterator[Open]:
         backend.close()
 
 
-class ObservedReference(Reference):
-    """Notes the input of every product of the reference."""
-
-    def inputs(self, tokens: list[int]) -> dict[str, np.ndarray]:
-        seen: dict[str, np.ndarray] = {}
-        outer = self
-
-        class Noting(np.ndarray):
-            """A weight that notes what is multiplied with its transpose."""
-
-            name = ""
-
-            def __array_finalize__(self, obj: Any) -> None:
-                self.name = getattr(obj, "name", "")
-
-            def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-                plain = [np.asarray(x) for x in inputs]
-                if ufunc is np.matmul and isinstance(inputs[1], Noting):
-                    seen[inputs[1].name] = plain[0].copy()
-                return getattr(ufunc, method)(*plain, **kwargs)
-
-        def weight(name: str, rows: Any = slice(None)) -> Any:
-            values = Reference.weight(outer, name, rows)
-            if values.ndim == 2 and isinstance(rows, slice):
-                values = values.view(Noting)
-                values.name = name
-            return values
-
-        self.weight = weight  # type: ignore[method-assign]
-        self.logits(tokens)
-        return seen
-
-
-def observed(backend: Backend, batch: Batch) -> dict[str, np.ndarray]:
-    parts: dict[str, list[np.ndarray]] = defaultdict(list)
-
-    def on_input(names: tuple[str, ...], inputs: np.ndarray) -> None:
-        assert inputs.dtype == np.float32
-        for name in names:
-            parts[name].append(inputs.copy())
-
-    backend.observe(batch, on_input)
-    return {name: np.concatenate(found) for name, found in parts.items()}
-
-
-def error(found: np.ndarray, expected: np.ndarray) -> float:
-    assert found.shape == expected.shape
-    return float(np.sqrt(((found - expected) ** 2).mean() / (expected**2).mean()))
-
-
 @pytest.mark.parametrize("quant", BOUNDS, ids=lambda quant: quant.name)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_inputs_are_those_of_the_reference(
@@ -101,7 +50,9 @@ def test_inputs_are_those_of_the_reference(
     found = observed(backend, Batch.of(TOKENS, 0, wanted="all"))
     assert found.keys() == expected.keys()
     assert {
-        name: error(found[name], expected[name]) for name in found if error(found[name], expected[name]) > BOUNDS[quant]
+        name: relative_error(found[name], expected[name])
+        for name in found
+        if relative_error(found[name], expected[name]) > BOUNDS[quant]
     } == {}
 
 
@@ -110,7 +61,7 @@ def test_any_number_of_tokens(length: int, tiny_model: Callable[..., Path], open
     path = tiny_model("gemma3", quant=Type.F32)
     expected = ObservedReference(path).inputs(TOKENS[:length])
     found = observed(open_cpu(path), Batch.of(TOKENS[:length], 0, wanted="all"))
-    assert max(error(found[name], expected[name]) for name in expected) < BOUNDS[Type.F32]
+    assert max(relative_error(found[name], expected[name]) for name in expected) < BOUNDS[Type.F32]
 
 
 MATRICES = [
@@ -184,7 +135,7 @@ def test_weights_held_as_f32_are_the_dequantized_ones(
 ) -> None:
     path = tiny_model("gemma3", quant=quant)
     expected = Reference(path).logits(TOKENS)
-    assert error(logits_of(open_cpu(path, weights_as="f32")), expected) < BOUNDS[Type.F32]
+    assert relative_error(logits_of(open_cpu(path, weights_as="f32")), expected) < BOUNDS[Type.F32]
     with pytest.raises(ValueError, match="weights_as"):
         open_cpu(path, weights_as="q8_0")
 
@@ -205,10 +156,10 @@ def test_many_logits_by_tiles(
     for _ in range(2):
         backend.free(0)
         logits = backend.forward(batch)
-        assert error(logits, expected[places]) < BOUNDS[quant]
+        assert relative_error(logits, expected[places]) < BOUNDS[quant]
         backend.free(0)
-        assert error(backend.forward(Batch.of(TOKENS[:9], 0)), expected[8:9]) < 2 * BOUNDS[quant]
+        assert relative_error(backend.forward(Batch.of(TOKENS[:9], 0)), expected[8:9]) < 2 * BOUNDS[quant]
     backend.free(0)
     name = "token_embd.weight" if options.get("tied") else "output.weight"
     head = observed(backend, batch)[name]
-    assert error(head, ObservedReference(path).inputs(TOKENS)[name][places]) < BOUNDS[quant]
+    assert relative_error(head, ObservedReference(path).inputs(TOKENS)[name][places]) < BOUNDS[quant]

@@ -2,10 +2,10 @@
 
     python tests/bench/onnx_overhead.py MODEL [-t 1,2] [-p 512] [-n 64] [-r 5]
 
-`bare` runs the same graph with all memory bound once and nothing read or checked between the steps: what ONNX Runtime
-can do. `rounded` does so with a graph as ONNX Runtime's own tools make it, where the minimum of a block is rounded to an
-integer zero point: fewer operators, other weights. `llama.cpp` runs llama-bench's loop, without AMX. Each side has a
-process of its own, since waiting threads spin; one run of each in turn, A B A B; medians.
+`bare` runs the same graph with all memory bound once and nothing read or checked between the steps: the most that
+ONNX Runtime does with exact weights. `rounded` does so with a graph as its own tools make it, where the minimum of a
+block is rounded to an integer zero point: fewer operators, other weights. `llama.cpp` runs llama-bench's loop, without
+AMX. Each side has a process of its own, since waiting threads spin; one run of each in turn, A B A B; medians.
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ def side(name: str, path: Path, n_ctx: int, n_threads: int) -> tuple[Callable[[]
         import llama_overhead
 
         bare = llama_overhead.Bare(path, n_ctx, n_threads)
-        return bare.clear, lambda tokens, position: bare.decode((bare.llama.llama_token * len(tokens))(*tokens), position)
+        return bare.clear, lambda tokens, position: bare.decode(
+            (bare.llama.llama_token * len(tokens))(*tokens), position
+        )
     alone = Bare(path, n_ctx, n_threads, exact=name == "bare")
     return lambda: None, alone.step
 
