@@ -17,12 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)
+LARGE_PAGE = 2 << 20
 
 
 def aligned(n_bytes: int) -> NDArray[np.uint8]:
-    """Zeroed bytes at a multiple of the system's page; memory comes into being when it is touched."""
-    raw = np.zeros(n_bytes + ALIGNMENT, np.uint8)
-    skip = -raw.ctypes.data % ALIGNMENT
+    """Zeroed bytes at a multiple of the system's page, or where there are many of a large one.
+
+    Memory comes into being when it is touched: a large page at a time, where NumPy may ask the system for them.
+    """
+    alignment = LARGE_PAGE if n_bytes >= 4 * LARGE_PAGE else ALIGNMENT
+    raw = np.zeros(n_bytes + alignment, np.uint8)
+    skip = -raw.ctypes.data % alignment
     return raw[skip : skip + n_bytes]
 
 
@@ -38,7 +43,7 @@ class Arena:
     def take(self, n_bytes: int) -> NDArray[np.uint8]:
         """Zeroed bytes at a multiple of 64."""
         if self._used + n_bytes > len(self._piece):
-            self._piece = aligned(max(self._piece_bytes, n_bytes))
+            self._piece = aligned(-(-n_bytes // self._piece_bytes) * self._piece_bytes)
             self._used = 0
         start = self._used
         self._used += n_bytes + 63 & ~63

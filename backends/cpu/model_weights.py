@@ -128,6 +128,7 @@ def pack_model(architecture: Architecture, packer: Packer) -> ModelWeights:
     output = embedding if a.tied_head else packer.pack(["output.weight"])
     positions = packer.pack(["position_embd.weight"])[0] if "position_embd.weight" in a.outer else None
     types = packer.pack(["token_types.weight"])[0] if "token_types.weight" in a.outer else None
+    packer.finish()
     if a.encoder:
         norm, layers = _norms_before(_norm(a, packer, "token_embd_norm", a.outer), layers)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +20,9 @@ from edgert.errors import UnsupportedFormatError
 from edgert.quantize.formats import FORMATS, check_finite
 from edgert.quantize.gguf_file import GGUFFile, Model
 
-BUFFER_BYTES = 1 << 20  # of raw rows read at a time, so that they are packed from a core's own cache
+BUFFER_BYTES = (
+    2 << 20
+)  # of raw rows read at a time, of the size of a core's own cache: with half as much threads wait more
 CHUNK_BYTES = 32 << 20  # of packed weights allocated at a time
 FLOAT_CODECS = ("f32", "f16", "bf16")
 
@@ -67,6 +69,8 @@ class Matrix:
 class Packer:
     """Packs the tensors of one file through small buffers, or takes them from a copy that was kept of them packed.
 
+    Matrices hold their weights after `finish`.
+
     codec:  a float codec that all matrices are dequantized to; None: each keeps its own type, which takes a GGUFFile
     """
 
@@ -75,8 +79,7 @@ class Packer:
         self._all_as = codec
         self._isa = isa
         self._team = team
-        self._buffers = threading.local()
-        self._pool = ThreadPoolExecutor(team.n_threads, "edgert-pack")  # each reads and packs: neither waits
+        self._left: deque[tuple[Matrix, Part, int, int]] = deque()  # which rows are still to be read and packed
         self._arena = Arena(CHUNK_BYTES)
         self._key = copies.key(file.paths, isa) if codec is None and isinstance(file, GGUFFile) else None
         self._copy = copies.find(self._key, isa, team) if self._key else None
@@ -108,7 +111,6 @@ class Packer:
 
     def keep(self) -> copies.Keeper | None:
         """Begins to write a copy of what was packed, if one pays and none was there."""
-        self._pool.shutdown()
         return copies.Keeper(self._key, self._isa, self._made) if self._key and self._made else None
 
     def pack(self, names: Sequence[str | Rows]) -> list[Matrix]:
@@ -225,7 +227,7 @@ class Packer:
         return matrix
 
     def _pack_part(self, matrix: Matrix, part: Part) -> None:
-        """Packs rows of one tensor into their place, a few at a time."""
+        """Packs rows of one tensor into their place, a few at a time: at once, or those of a file by `finish`."""
         lanes, start = self._isa.lanes, part.rows.start
         tensor: Any = self._file.tensor(part.rows.name)
         if self._all_as:
@@ -236,23 +238,42 @@ class Packer:
                 pack_rows(self._team, self._isa, self._all_as.upper(), rows, matrix, part, row)
             return
         at_once = max(1, BUFFER_BYTES // (tensor.row_bytes * lanes)) * lanes
+        for row in range(0, part.rows.count, at_once):
+            self._left.append((matrix, part, row, min(at_once, part.rows.count - row)))
 
-        def work(row: int) -> None:
-            n = min(at_once, part.rows.count - row)
-            raw = self._buffer(n * tensor.row_bytes).reshape(n, tensor.row_bytes)
-            tensor.read_into(raw, (start + row) * tensor.row_bytes)
-            check_finite(tensor, raw)
-            pack_rows(None, self._isa, tensor.format.name, raw, matrix, part, row)
+    def finish(self) -> None:
+        """Reads and packs what the matrices were made for: each thread takes the next rows, and none waits.
 
-        for _ in self._pool.map(work, range(0, part.rows.count, at_once)):
-            pass
+        Raises: ModelFileError for values that are NaN or infinite, or a file that has become shorter.
+        """
+        others = min(self._team.n_threads, len(self._left)) - 1
+        try:
+            with ThreadPoolExecutor(max(1, others), "edgert-pack") as pool:
+                helped = [pool.submit(self._work) for _ in range(others)]
+                self._work()
+                for future in helped:
+                    future.result()
+        finally:
+            self._left.clear()
 
-    def _buffer(self, n_bytes: int) -> NDArray[np.uint8]:
-        """Bytes of the calling thread's own."""
-        held: NDArray[np.uint8] | None = getattr(self._buffers, "bytes", None)
-        if held is None or len(held) < n_bytes:
-            held = self._buffers.bytes = np.empty(n_bytes, np.uint8)
-        return held[:n_bytes]
+    def _work(self) -> None:
+        buffer = np.empty(0, np.uint8)
+        try:
+            while True:
+                try:
+                    matrix, part, row, n = self._left.popleft()
+                except IndexError:
+                    return
+                tensor = self._file.tensor(part.rows.name)
+                if len(buffer) < n * tensor.row_bytes:
+                    buffer = np.empty(n * tensor.row_bytes, np.uint8)
+                raw = buffer[: n * tensor.row_bytes].reshape(n, tensor.row_bytes)
+                tensor.read_into(raw, (part.rows.start + row) * tensor.row_bytes)
+                check_finite(tensor, raw)
+                pack_rows(None, self._isa, tensor.format.name, raw, matrix, part, row)
+        except BaseException:
+            self._left.clear()  # the other threads need not go on
+            raise
 
 
 def _bias_of(name: str) -> str:

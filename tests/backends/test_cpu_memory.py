@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from edgert.backends.cpu.memory import ALIGNMENT, LARGE_PAGE, Arena, aligned
+
 CHILD = r"""
 import ctypes
 import re
@@ -39,3 +41,18 @@ assert ctypes.CFUNCTYPE(ctypes.c_int32)(engine.get_function_address("f"))() == 7
 def test_code_that_was_given_back_still_runs() -> None:
     """Its pages leave memory, and come again from the file."""
     subprocess.run([sys.executable, "-c", CHILD], check=True)
+
+
+def test_large_pieces_begin_at_a_large_page() -> None:
+    """Else the system backs their ends by small pages, each of which costs a fault of its own."""
+    assert aligned(4 * LARGE_PAGE).ctypes.data % LARGE_PAGE == 0
+    assert aligned(1000).ctypes.data % ALIGNMENT == 0 and len(aligned(1000)) == 1000
+
+
+def test_what_is_larger_than_a_piece_shares_its_last_one() -> None:
+    arena = Arena(4 * LARGE_PAGE)
+    large = arena.take(5 * LARGE_PAGE)
+    small = arena.take(100)
+    assert large.ctypes.data % LARGE_PAGE == 0 and not large[:: 1 << 20].any()
+    assert small.ctypes.data == large.ctypes.data + large.nbytes
+    assert arena.take(4 * LARGE_PAGE).ctypes.data % LARGE_PAGE == 0

@@ -1,6 +1,6 @@
 """Each GGUF type beside llama.cpp: what it takes on disk and packed, prefill and decode, on a random llama of the type.
 
-    python tests/bench/formats.py [--types Q2_K,IQ3_S]
+    python tests/bench/formats.py [--types Q2_K,IQ3_S] [-p 0 -r 7]
 
 The model has 8 layers 1024 wide. edgert and llama.cpp run in turn on the same file and threads (`edgert bench
 --against llama`); a ratio above 1 is edgert's favour. "exact": edgert's decoder has libggml's floats bit by bit.
@@ -43,9 +43,10 @@ def is_exact(name: str) -> bool:
     return np.array_equal(ours.view(np.uint32), theirs.view(np.uint32))
 
 
-def rates(path: Path, threads: int, repetitions: int) -> list[dict[str, float]]:
-    """The rows of prefill and decode."""
-    command = [sys.executable, "-m", "edgert", "bench", "-m", str(path), "-p", "512", "-n", "64", "-t", str(threads)]
+def rates(path: Path, prompt: int, threads: int, repetitions: int) -> list[dict[str, float]]:
+    """The rows of prefill, if there is a prompt, and decode."""
+    command = [sys.executable, "-m", "edgert", "bench", "-m", str(path), "-p", str(prompt), "-n", "64"]
+    command += ["-t", str(threads)]
     command += ["-r", str(repetitions), "--backend", "cpu", "--against", "llama", "-o", "json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -56,17 +57,20 @@ def rates(path: Path, threads: int, repetitions: int) -> list[dict[str, float]]:
 
 @click.command(help=__doc__)
 @click.option("--types", default=",".join(TYPES), show_default=True)
+@click.option("-p", "--prompt", default=512, show_default=True, help="Tokens of the prefill; 0: decode alone.")
 @click.option("-t", "--threads", default=2, show_default=True)
 @click.option("-r", "--repetitions", default=3, show_default=True)
-def main(types: str, threads: int, repetitions: int) -> None:
-    click.echo("| type | bits in the file | bits packed | exact | prefill tok/s, ratio | decode tok/s, ratio |")
-    click.echo("|---|---|---|---|---|---|")
+def main(types: str, prompt: int, threads: int, repetitions: int) -> None:
+    heads = ["type", "bits in the file", "bits packed", "exact"]
+    heads += ["prefill tok/s, ratio"] * (prompt > 0) + ["decode tok/s, ratio"]
+    click.echo(f"| {' | '.join(heads)} |")
+    click.echo("|---" * len(heads) + "|")
     for name in types.split(","):
         packed = CODECS[CODEC_OF[name]].panel_bytes(BLOCK, LANES) * 8 / (BLOCK * LANES)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, f"{name}.gguf")
             write(path, type=name, **SHAPE)
-            cells = [f"{row['median_ts']:.0f}, {row['ratio']:.2f}" for row in rates(path, threads, repetitions)]
+            cells = [f"{row['median_ts']:.0f}, {row['ratio']:.2f}" for row in rates(path, prompt, threads, repetitions)]
         exact = "yes" if is_exact(name) else "no"
         line = [name, f"{FORMATS[name].bits_per_weight:.2f}", f"{packed:.2f}", exact, *cells]
         click.echo(f"| {' | '.join(line)} |")
