@@ -16,6 +16,8 @@ from edgert.backends.cpu.kernels.product import products
 from edgert.backends.cpu.layouts import BLOCK, CODECS, WORDS_BYTES, Codec
 from edgert.backends.cpu.simd import F32, GATED, I64, Emitter, Value, emitted, word
 
+inlined = numba.njit(error_model="numpy", inline="always")
+
 ARGUMENTS = (
     "weights",  # panels, one expert after the other
     "x",  # activations by slot, as in `product.py`
@@ -42,7 +44,6 @@ def build(isa: Isa, codec: str, width: str, epilogue: str, bias: str = "no") -> 
     """
     kind = CODECS[codec]
     pair = 2 if epilogue in GATED else 1
-    run1, run2, run4, run8 = (_panels_times_rows(isa, kind, n, epilogue, bias == "yes") for n in (1, 2, 4, 8))
     x_bytes = 4 if kind.is_float else 1
     panel_row = kind.panel_bytes(BLOCK, isa.lanes)
     lanes = isa.lanes
@@ -62,23 +63,26 @@ def build(isa: Isa, codec: str, width: str, epilogue: str, bias: str = "no") -> 
         bias = word(a, 11) + (expert * n_panels + unit * pair) * lanes * 4
         return panel, x, words, y, word(a, 9) + 8 * slot, word(a, 10) + 4 * slot, bias
 
-    where = numba.njit(error_model="numpy", inline="always")(arguments)
+    def first_of(n):
+        """Takes n rows where there are so many, else the next smaller power of two; returns how many."""
+        run = _panels_times_rows(isa, kind, n, epilogue, bias == "yes")
 
-    def one(thread, n_threads, a):
-        n_units = word(a, 6) // pair
-        n_cols, y_stride = word(a, 5), word(a, 4)
-        x_stride, words_stride = n_cols * x_bytes, n_cols // BLOCK * WORDS_BYTES
-        for i in range(word(word(a, 8), 0)):
-            entry = word(a, 7) + 24 * i
-            for unit in range(n_units * thread // n_threads, n_units * (thread + 1) // n_threads):
-                panel, x, words, y, rows, shares, bias = where(a, entry, unit)
-                for _ in range(word(entry, 2)):
-                    run1(panel, x, words, n_cols, y, y_stride, rows, shares, bias)
-                    x, words, rows, shares = x + x_stride, words + words_stride, rows + 8, shares + 4
-                    if not scatters:
-                        y += y_stride
+        def one(left, panel, x, words, n_cols, y, y_stride, rows, shares, bias):
+            run(panel, x, words, n_cols, y, y_stride, rows, shares, bias)
+            return 1
 
-    def many(thread, n_threads, a):
+        def some(left, panel, x, words, n_cols, y, y_stride, rows, shares, bias):
+            if left < n:
+                return fewer(left, panel, x, words, n_cols, y, y_stride, rows, shares, bias)
+            run(panel, x, words, n_cols, y, y_stride, rows, shares, bias)
+            return n
+
+        fewer = first_of(n // 2) if n > 1 else None
+        return inlined(some if n > 1 else one)
+
+    where, take = inlined(arguments), first_of(int(width))
+
+    def experts(thread, n_threads, a):
         n_units = word(a, 6) // pair
         n_cols, y_stride = word(a, 5), word(a, 4)
         x_stride, words_stride = n_cols * x_bytes, n_cols // BLOCK * WORDS_BYTES
@@ -88,24 +92,13 @@ def build(isa: Isa, codec: str, width: str, epilogue: str, bias: str = "no") -> 
                 panel, x, words, y, rows, shares, bias = where(a, entry, unit)
                 left = word(entry, 2)
                 while left > 0:
-                    if left >= 8:
-                        run8(panel, x, words, n_cols, y, y_stride, rows, shares, bias)
-                        n = 8
-                    elif left >= 4:
-                        run4(panel, x, words, n_cols, y, y_stride, rows, shares, bias)
-                        n = 4
-                    elif left >= 2:
-                        run2(panel, x, words, n_cols, y, y_stride, rows, shares, bias)
-                        n = 2
-                    else:
-                        run1(panel, x, words, n_cols, y, y_stride, rows, shares, bias)
-                        n = 1
+                    n = take(left, panel, x, words, n_cols, y, y_stride, rows, shares, bias)
                     left -= n
                     x, words, rows, shares = x + n * x_stride, words + n * words_stride, rows + 8 * n, shares + 4 * n
                     if not scatters:
                         y += n * y_stride
 
-    return one if width == "1" else many
+    return experts
 
 
 def _panels_times_rows(isa: Isa, codec: Codec, n: int, epilogue: str, biased: bool) -> Any:

@@ -9,7 +9,9 @@ float32 inside the tile: it is both faster and nearer to the exact product.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numba
 from llvmlite import ir
 
 from edgert.backends.cpu.isa import Isa
@@ -23,7 +25,7 @@ from edgert.backends.cpu.kernels.amx import (
 )
 from edgert.backends.cpu.kernels.panel import each_block, scales
 from edgert.backends.cpu.layouts import BLOCK, CODECS, TILE, TILE_CHUNK, TILE_TOKENS, Codec
-from edgert.backends.cpu.simd import GATED, I16, Emitter, Value, bfloat_pairs, emitted, to_bfloat, word
+from edgert.backends.cpu.simd import F32, GATED, I16, I64, Emitter, Value, bfloat_pairs, emitted, to_bfloat, word
 
 ARGUMENTS = (
     "weights",
@@ -41,51 +43,66 @@ ARGUMENTS = (
 
 def build(isa: Isa, codec: str, epilogue: str, bias: str = "no") -> Callable[[int, int, int], None]:
     """A product kernel over tiles; epilogues and bias as in `product.py`, gated ones write bf16 tiles."""
-    kind = CODECS[codec]
-    panel_row = kind.panel_bytes(BLOCK, isa.lanes)
+    panel_row = CODECS[codec].panel_bytes(BLOCK, isa.lanes)
     gated, has_bias = epilogue in GATED, bias == "yes"
-    unpack = emitted(isa, 3, unpacker(kind))
     configure = emitted(isa, 1, configure_tiles)
     release = emitted(isa, 0, release_tiles)
-    multiply_tokens = emitted(isa, 6, multiply)
-    finish = emitted(isa, 4, _finisher(epilogue, has_bias))
+    multiply = unit_product(isa, CODECS[codec])
+    finish = emitted(isa, 7, finisher(epilogue, has_bias))
 
     def product(thread, n_threads, a):
-        weights, x, y, y_stride = word(a, 0), word(a, 1), word(a, 2), word(a, 3)
-        n_cols = word(a, 4)
+        x, y, y_stride = word(a, 1), word(a, 2), word(a, 3)
+        n_blocks = word(a, 4) // BLOCK
         n_units = word(a, 5) // 2
         n_tokens = word(word(a, 6), 0)
         scratch = word(a, 7) + thread * word(a, 8)
-        panels = scratch + 64
-        results = panels + 2 * TILE_CHUNK * TILE
-        n_blocks = n_cols // BLOCK
-        panel_bytes = n_blocks * panel_row
-        row_of_tiles = n_blocks * TILE
+        unit_bytes = 2 * n_blocks * panel_row
         configure(scratch)
         for unit in range(n_units * thread // n_threads, n_units * (thread + 1) // n_threads):
-            first = weights + 2 * unit * panel_bytes
-            for k in range(0, n_blocks, TILE_CHUNK):
-                n = min(TILE_CHUNK, n_blocks - k)
-                unpack(first + k * panel_row, panels, n)
-                unpack(first + panel_bytes + k * panel_row, panels + TILE_CHUNK * TILE, n)
-                for t in range(0, n_tokens, TILE_TOKENS):
-                    x_t = x + t // 16 * row_of_tiles + k * TILE
-                    multiply_tokens(x_t, panels, results + t // TILE_TOKENS * 4 * TILE, n, row_of_tiles, k)
+            results = multiply(word(a, 0) + unit * unit_bytes, x, scratch + 64, n_blocks, n_tokens)
+            added = word(a, 9) + unit * 128 if has_bias else 0
             for t in range(0, n_tokens, TILE_TOKENS):
                 result = results + t // TILE_TOKENS * 4 * TILE
                 if gated:
                     # columns 16*unit.. of the result are half of a tile's 32 columns
-                    tile = y + (t // 16 * (n_units // 2) + unit // 2) * TILE + unit % 2 * 32
-                    finish(result, tile, n_units // 2 * TILE, 0)
+                    place = y + (t // 16 * (n_units // 2) + unit // 2) * TILE + unit % 2 * 32
+                    finish(result, place, n_units // 2 * TILE, TILE_TOKENS, 0, 0, added)
                 else:
-                    added = word(a, 9) + unit * 128 if has_bias else 0
-                    finish(result, y + t * y_stride + unit * 128, y_stride, added)
+                    finish(result, y + t * y_stride + unit * 128, y_stride, TILE_TOKENS, 0, 0, added)
         release()
 
     return product
 
 
-def multiply(
+def unit_product(isa: Isa, codec: Codec) -> Any:
+    """A Numba function: two panels times a run of tokens. It returns the address of the results.
+
+    panels:    address of the first of the two
+    x:         bf16 tiles of the tokens (n_tokens / 16, n_blocks, 16, 32)
+    scratch:   the unpacked weights, then the results: float32 (n_tokens / 32, token half, panel, 16, 16)
+    n_blocks:  of a panel
+    n_tokens:  the last pass takes all 32 even where fewer are left
+    """
+    panel_row = codec.panel_bytes(BLOCK, isa.lanes)
+    unpack = emitted(isa, 3, _unpacker(codec))
+    multiply = emitted(isa, 6, _multiply)
+
+    def product(panels, x, scratch, n_blocks, n_tokens):
+        results = scratch + 2 * TILE_CHUNK * TILE
+        row_of_tiles = n_blocks * TILE
+        for k in range(0, n_blocks, TILE_CHUNK):
+            n = min(TILE_CHUNK, n_blocks - k)
+            unpack(panels + k * panel_row, scratch, n)
+            unpack(panels + (n_blocks + k) * panel_row, scratch + TILE_CHUNK * TILE, n)
+            for t in range(0, n_tokens, TILE_TOKENS):
+                x_t = x + t // 16 * row_of_tiles + k * TILE
+                multiply(x_t, scratch, results + t // TILE_TOKENS * 4 * TILE, n, row_of_tiles, k)
+        return results
+
+    return numba.njit(error_model="numpy", inline="always")(product)
+
+
+def _multiply(
     e: Emitter, x: Value, panels: Value, results: Value, n_blocks: Value, row_of_tiles: Value, done: Value
 ) -> None:
     """32 tokens times two panels: results[token half][panel] (16, 16) float32, added to when `done` is not 0."""
@@ -111,29 +128,47 @@ def multiply(
         store_tile(e, register, e.at(results, register * TILE))
 
 
-def _finisher(epilogue: str, has_bias: bool) -> Callable[..., None]:
-    def finish(e: Emitter, results: Value, y: Value, stride: Value, bias: Value) -> None:
-        for half in range(2):
-            with e.loop(0, 16) as token:
-                line = e.add(results, e.mul(token, 64))
-                first, second = (e.load(e.vf, line, (2 * half + i) * TILE) for i in range(2))
-                if epilogue in GATED:
-                    value = to_bfloat(e, e.glu(epilogue, first, second))
-                    e.store(value, e.add(y, e.mul(stride, half), e.mul(token, 64)))
-                    continue
-                place = e.add(y, e.mul(stride, 16 * half), e.b.mul(stride, token))
-                if has_bias:
-                    first, second = e.b.fadd(first, e.load(e.vf, bias)), e.b.fadd(second, e.load(e.vf, bias, 64))
-                if epilogue == "add":
-                    first = e.b.fadd(first, e.load(e.vf, place))
-                    second = e.b.fadd(second, e.load(e.vf, place, 64))
-                e.store(first, place)
-                e.store(second, place, 64)
+def finisher(epilogue: str, has_bias: bool) -> Callable[..., None]:
+    """Emits what is done with the results of one pass, of two panels and up to 32 tokens.
+
+    epilogue:  as in `product.py` and `experts.py`
+    results:   as `unit_product` leaves them
+    y:         where the first token's result goes; gated ones are bf16 tiles
+    stride:    bytes in y between tokens; of gated results between rows of tiles
+    count:     tokens
+    rows:      with "scatter" int64 (count): tokens go to these rows of y instead
+    shares:    with "scatter" float32 (count): what is multiplied before it is added
+    bias:      float32 (2, 16), where there is one
+    """
+
+    def finish(
+        e: Emitter, results: Value, y: Value, stride: Value, count: Value, rows: Value, shares: Value, bias: Value
+    ) -> None:
+        biases = [e.load(e.vf, bias, 64 * i) for i in range(2)] if has_bias else []
+        with e.loop(0, count) as token:
+            half, line = e.b.lshr(token, e.i64(4)), e.mul(e.b.and_(token, e.i64(15)), 64)
+            result = e.add(results, e.mul(half, 2 * TILE), line)
+            values = [e.load(e.vf, result, i * TILE) for i in range(2)]
+            if has_bias:
+                values = [e.b.fadd(value, added) for value, added in zip(values, biases, strict=True)]
+            if epilogue in GATED:
+                values = [to_bfloat(e, e.glu(epilogue, *values))]
+                place = e.add(y, e.b.mul(stride, half), line)
+            else:
+                row = e.load(I64, rows, e.mul(token, 8)) if epilogue == "scatter" else token
+                place = e.add(y, e.b.mul(stride, row))
+            if epilogue == "add":
+                values = [e.b.fadd(value, e.load(e.vf, place, 64 * i)) for i, value in enumerate(values)]
+            elif epilogue == "scatter":
+                share = e.broadcast(F32, shares, e.mul(token, 4))
+                values = [e.fma(value, share, e.load(e.vf, place, 64 * i)) for i, value in enumerate(values)]
+            for i, value in enumerate(values):
+                e.store(value, place, 64 * i)
 
     return finish
 
 
-def unpacker(codec: Codec) -> Callable[..., None]:
+def _unpacker(codec: Codec) -> Callable[..., None]:
     """One panel's blocks -> bf16 tiles: row k/2 of a tile holds for each of 16 weight rows the pair k, k+1."""
 
     def unpack(e: Emitter, panel: Value, tiles: Value, n_blocks: Value) -> None:
