@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from edgert.backends.cpu.guessing import PLACE
 from edgert.backends.cpu.isa import Isa
-from edgert.backends.cpu.kernels.sample import chooser, double_bits
+from edgert.backends.cpu.kernels.logits import double_bits
+from edgert.backends.cpu.kernels.sample import chooser
 from edgert.backends.cpu.kernels.walk import ENDED, GENERATION
 from edgert.backends.cpu.sampling import PLACE as SAMPLING
 from edgert.backends.cpu.simd import double_at, put_u32, put_word, word
