@@ -71,7 +71,7 @@ class Conversation:
 
     def save(self, path: Path) -> None:
         """Writes the conversation as JSON; an older file of the name stays whole until the new one is."""
-        from edgert.download import replace
+        from edgert.files import replace
 
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")

@@ -68,7 +68,7 @@ def write(
 
     Raises: SessionError when it cannot be written; RequestError for a transcript that JSON cannot hold.
     """
-    from edgert.download import replace
+    from edgert.files import replace
 
     try:
         edgert_version = version("edgert")

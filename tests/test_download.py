@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from index_server import Fault, Index, random_bytes, serve, sha256
 
-from edgert import download
-from edgert.download import DownloadError, exclusive, fetch
-from edgert.package_index import Client
+from edgert.store import download
+from edgert.store.download import DownloadError, exclusive, fetch
+from edgert.store.pip import Client
 
 DATA = random_bytes(1_500_000)
 

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 from index_server import Index, make_wheel, serve, sha256
 
-from edgert import package_index
-from edgert.download import DownloadError
-from edgert.package_index import PackageIndex, PipSettings, default_index_url, normalize
+from edgert.store import package_index
+from edgert.store.download import DownloadError
+from edgert.store.package_index import PackageIndex, normalize
+from edgert.store.pip import PipSettings, default_index_url
 
 WHEEL = make_wheel({"m/m.gguf": b"GGUF"})
 

@@ -507,7 +507,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("edgert.download.replace", full)
+    monkeypatch.setattr("edgert.files.replace", full)
     with pytest.raises(SessionError, match="No space left"):
         session.write(tmp_path / "s", tokens + 1, {}, {}, [data])
     assert (tmp_path / "s").read_bytes() == before

@@ -17,7 +17,6 @@ from edgert import backends
 from edgert.backends.base import Batch, Stakes
 from edgert.backends.cpu.draft import CpuDraft
 from edgert.backends.cpu.sampling import SampleKernel
-from edgert.catalogue import CATALOGUE
 from edgert.cli import tune_draft
 from edgert.errors import EdgertError, RequestError
 from edgert.options import SamplingParams
@@ -25,6 +24,7 @@ from edgert.quantize.gguf_file import GGUFFile
 from edgert.sampler import _RACE_DEPTH, Sampler
 from edgert.speculation import loading, tuning
 from edgert.speculation.draft_model import DraftModel
+from edgert.store.catalogue import CATALOGUE
 
 Tiny = Callable[..., Path]
 PROMPT = "Hello world, hello world and the"

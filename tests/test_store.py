@@ -20,10 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_server import Fault, Index, make_wheel, random_bytes, serve, sha256
 
-from edgert import other_stores, store
-from edgert.catalogue import CATALOGUE, Entry
-from edgert.download import DownloadError
+from edgert import store
 from edgert.errors import EdgertError, ModelFileError
+from edgert.store import other_stores
+from edgert.store.catalogue import CATALOGUE, Entry
+from edgert.store.download import DownloadError
 
 GGUF = b"GGUF" + random_bytes(1_200_000, seed=1)
 
@@ -174,9 +175,9 @@ def test_two_pulls_at_once(index: Index, entry: Entry, folder: Path) -> None:
 CHILD = """
 import sys, time
 from edgert import store
-from edgert.catalogue import CATALOGUE, Entry
+from edgert.store.catalogue import CATALOGUE, Entry
 CATALOGUE["tiny"] = Entry("tiny", "Tiny", "none", int(sys.argv[1]), sys.argv[2], (("tiny-model", "1.0"),))
-import edgert.package_index
+import edgert.store.package_index
 print("ready", flush=True)
 store.pull("tiny")
 print("done", flush=True)
@@ -360,7 +361,7 @@ def test_remove(index: Index, entry: Entry, folder: Path) -> None:
 def test_remove_what_a_cut_download_left(
     index: Index, entry: Entry, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgert import download
+    from edgert.store import download
 
     monkeypatch.setattr(download, "RETRIES", 1)
     monkeypatch.setattr(time, "sleep", lambda _: None)

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.backends.base import Backend
-from edgert.catalogue import CATALOGUE
 from edgert.errors import EdgertError, RequestError
 from edgert.options import integer, real
 from edgert.speculation.draft_model import DraftModel
 from edgert.speculation.economics import Costs
 from edgert.speculation.speculator import SPEC_MAX, Speculator
+from edgert.store.catalogue import CATALOGUE
 
 if TYPE_CHECKING:
     from edgert.quantize.gguf_file import GGUFFile

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import IO, Any
 from filelock import FileLock, Timeout
 
 from edgert.errors import EdgertError
+from edgert.files import replace
 
 CHUNK = 1 << 18
 RETRIES = 5  # attempts in a row that bring no new byte
@@ -48,19 +48,6 @@ def sha256_of(path: Path) -> str:
 
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def replace(source: Path, target: Path) -> None:
-    """Puts a finished file in its place so that a power cut leaves the old one or the new one, whole."""
-    with open(source, "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(source, target)
-    if sys.platform != "win32":
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def check_space(folder: Path, needed: int) -> None:

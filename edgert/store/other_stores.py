@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from edgert.download import CONNECT_SECONDS, DownloadError
+from edgert.store.download import CONNECT_SECONDS, DownloadError
 
 SCHEMES = ("hf", "ollama", "lmstudio", "llama.cpp")
 PREFERRED = ("Q4_K_M", "Q4_0", "Q4_1", "Q4_K_S", "IQ4_NL", "Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0")
