@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 from edgert import backends, benchmark
 from edgert.backends.base import Backend, Batch, Verdict
 from edgert.backends.cpu.isa import available
-from edgert.benchmark import EngineProcess, Facts, Result, Runner, Test, measure, plan
+from edgert.benchmark import Facts, Result, measure, plan, runner
+from edgert.benchmark.process import EngineProcess
+from edgert.benchmark.runner import Runner, Test
 from edgert.cli.bench import as_csv, as_table, command
 from edgert.devices import probe
 from edgert.errors import EdgertError
@@ -110,10 +112,10 @@ def test_time_is_of_the_test() -> None:
 def test_warm_up_is_short_but_fills_the_cache() -> None:
     backend = Recorder()
     Runner(backend).warm_up(Test(0, 128))
-    assert len(backend.steps) == benchmark.WARM_UP_TOKENS
+    assert len(backend.steps) == runner.WARM_UP_TOKENS
     backend = Recorder(n_batch=1000)
     Runner(backend).warm_up(Test(900, 0, n_depth=20))
-    assert backend.steps == [(0, 20, 0), (20, benchmark.WARM_UP_PROMPT, 1)]
+    assert backend.steps == [(0, 20, 0), (20, runner.WARM_UP_PROMPT, 1)]
 
 
 class FakeProcess:

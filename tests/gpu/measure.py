@@ -121,7 +121,7 @@ def loops(backend: Any, path: Path, n_gpu_layers: int = -1, n_gen: int = N_GEN) 
 
 def rates(backend: Any, n_prompt: int = N_PROMPT, n_gen: int = N_GEN) -> dict[str, float]:
     """Tokens per second through the waist, as `edgert bench` takes them."""
-    from edgert.benchmark import Runner, Test
+    from edgert.benchmark.runner import Runner, Test
 
     runner, found = Runner(backend), {}
     for test in (Test(n_prompt, 0), Test(0, n_gen)):
