@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from index_server import Index, make_wheel, serve, sha256
 
-from edgert.store import package_index
+from edgert.store import package_index, pip
 from edgert.store.download import DownloadError
 from edgert.store.package_index import PackageIndex, normalize
 from edgert.store.pip import PipSettings, default_index_url
@@ -85,7 +85,7 @@ def black_hole() -> Iterator[str]:
 
 
 def test_a_connection_that_does_not_come_is_given_up_soon(black_hole: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package_index, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(pip, "CONNECT_SECONDS", 0.2)
     start = time.monotonic()
     with pytest.raises(DownloadError, match=r"could not be looked up \(127.0.0.1: timed out\)"):
         look(f"{black_hole}/simple", timeout=60.0).wheel("nothing")
@@ -93,7 +93,7 @@ def test_a_connection_that_does_not_come_is_given_up_soon(black_hole: str, monke
 
 
 def test_a_slow_answer_has_the_time_that_pip_gives(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package_index, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(pip, "CONNECT_SECONDS", 0.2)
     index.delay = 0.6
     assert look(index.simple).wheel("my-model").version == "1.0"
     with pytest.raises(DownloadError, match="timed out"):

@@ -13,7 +13,7 @@ from edgert.server import tools
 from edgert.server.answers import GRAMMARS, compiled
 from edgert.server.parsing import Parser, Plain, Thoughts
 from edgert.server.tools import Toolbox
-from edgert.template import checked
+from edgert.template.messages import checked
 
 if TYPE_CHECKING:
     from edgert.model import Model

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from edgert.errors import ModelFileError, RequestError
 from edgert.template.fallback import FAMILIES, family_of
+from edgert.template.guard import Guard, texts_in
+from edgert.template.messages import Message, Shape, checked, objects, only_calls, shaped, with_arguments
+from edgert.template.meter import LimitError, Meter, metered
 
 if TYPE_CHECKING:
     from edgert.quantize.gguf_file import Model
@@ -18,13 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Message = Mapping[str, Any]
-Shape = Literal["any", "text", "parts"]
-
 _PROBE = "edgert probes"
 _PROBE_SECONDS = 0.2
-_THINKING = re.compile(r"[<\[]/?think(ing)?[>\]]", re.IGNORECASE)
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_. -]*")
 
 
 class ChatTemplate:
@@ -51,7 +47,7 @@ class ChatTemplate:
         self._names = {"bos_token": bos, "eos_token": eos}
         self._template = _compile(source)
         self._tool_template = _compile(tool_source) if tool_source else self._template
-        self._guard = _Guard(control_texts)
+        self._guard = Guard(control_texts)
 
     @classmethod
     def from_gguf(
@@ -145,14 +141,14 @@ class ChatTemplate:
         Raises: RequestError when the template refuses the messages, fails, or takes too long.
         """
         known = checked(messages)
-        tools = _objects("tools", tools)
+        tools = objects("tools", tools)
         template = self._tool_template if tools else self._template
-        shaped = [_shaped(message, self._shape, i) for i, message in enumerate(known)]
-        if any(_only_calls(message) for message in known) and self._knows_no_content:
-            shaped = [m | {"content": None} if _only_calls(k) else m for m, k in zip(shaped, known, strict=True)]
-        attempts = [(_with_arguments(shaped), tools)]
-        if any(message.get("tool_calls") for message in shaped):  # some print a call's arguments as their JSON text
-            attempts.append((_with_texts(shaped), tools))
+        formed = [shaped(message, self._shape, i) for i, message in enumerate(known)]
+        if any(only_calls(message) for message in known) and self._knows_no_content:
+            formed = [m | {"content": None} if only_calls(k) else m for m, k in zip(formed, known, strict=True)]
+        attempts = [(with_arguments(formed, as_text=False), tools)]
+        if any(message.get("tool_calls") for message in formed):  # some print a call's arguments as their JSON text
+            attempts.append((with_arguments(formed, as_text=True), tools))
         if not tools:  # some are written for tools alone and do not ask whether there are any
             attempts.append((attempts[0][0], []))
         failures = []
@@ -171,19 +167,19 @@ class ChatTemplate:
         add_generation_prompt: bool,
         kwargs: Mapping[str, Any],
     ) -> list[str]:
-        from edgert.template import sandbox
+        from edgert.template import filters, sandbox
 
         values = {"documents": None, **kwargs, "messages": messages, "tools": tools}
         values, mark = self._guard.cut(values)
-        given = sum(map(len, _texts(values)))
+        given = sum(map(len, texts_in(values)))
         names = self._names | values | {"add_generation_prompt": add_generation_prompt}
-        with sandbox.metered(sandbox.Meter(given, mark)):
+        with metered(Meter(given, mark)):
             try:
                 text = sandbox.run(template, names)
-            except sandbox.RaisedError as error:
+            except filters.RaisedError as error:
                 raise RequestError("messages", str(error) or "the chat template refuses them") from None
-            except (sandbox.LimitError, MemoryError, RecursionError) as error:
-                what = str(error) if isinstance(error, sandbox.LimitError) else "it needs too much memory"
+            except (LimitError, MemoryError, RecursionError) as error:
+                what = str(error) if isinstance(error, LimitError) else "it needs too much memory"
                 raise RequestError("messages", f"the model's chat template was stopped: {what}") from None
             except Exception as error:
                 raise _FailedError(f"the model's chat template fails: {error}") from error
@@ -229,7 +225,7 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": True,
         }
-        with sandbox.metered(sandbox.Meter(seconds=_PROBE_SECONDS)):
+        with metered(Meter(seconds=_PROBE_SECONDS)):
             try:
                 return sandbox.run(self._template, names)
             except Exception:
@@ -240,184 +236,15 @@ class _FailedError(Exception):
     """The template failed in a way that other values might not make it fail."""
 
 
-class _Guard:
-    """Puts a mark into the names of control tokens in given texts.
-
-    A name is known by its first two characters. A mark goes between them, and behind a last character that
-    could begin a name with what the template writes next. Where a text begins with a sign that is the second
-    character of names, a mark goes before it. Texts without such places are not touched.
-    """
-
-    def __init__(self, control_texts: Collection[str]) -> None:
-        seconds: dict[str, set[str]] = {}
-        starts: set[str] = set()
-        for text in control_texts:
-            seconds.setdefault(text[0], set()).update(text[1:2])
-            starts.update(c for c in text[1:2] if not c.isalnum() and not c.isspace())
-        thinking = "|".join(re.escape(t) for t in control_texts if _THINKING.fullmatch(t))
-        places = [
-            f"{re.escape(first)}(?=[{re.escape(''.join(sorted(follow)))}]|$(?!\n))"
-            for first, follow in sorted(seconds.items())
-        ]
-        start = f"^(?=[{re.escape(''.join(sorted(starts)))}])" if starts else ""
-        self._user = _pattern("|".join(filter(None, [start, *places])))
-        self._model = _pattern(f"(?!{thinking})(?:{'|'.join(places)})" if thinking and places else "|".join(places))
-
-    def cut(self, values: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """The values with marks in them, and the mark; "" when no text needed one."""
-        if self._user is None or not any(map(self._user.search, _texts(values))):
-            return values, ""
-        used = "".join(_texts(values))
-        mark = next((c for c in map(chr, range(0x10FFFD, 0x100000, -1)) if c not in used), None)
-        if mark is None:
-            raise RequestError("messages", "hold every character of Unicode's private planes")
-        return self._cut(values, mark, False), mark
-
-    def _cut(self, value: Any, mark: str, model: bool) -> Any:
-        if isinstance(value, str):
-            pattern = self._model if model else self._user
-            return value if pattern is None else pattern.sub(lambda m: m[0] + mark, value)
-        if isinstance(value, Mapping):
-            model = model or value.get("role") == "assistant"
-            return {
-                self._cut(key, mark, model): item
-                if key == "role" and isinstance(item, str) and _PLAIN_NAME.fullmatch(item)
-                else self._cut(item, mark, model)
-                for key, item in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self._cut(item, mark, model) for item in value]
-        return value
-
-
-def _pattern(expression: str) -> re.Pattern[str] | None:
-    return re.compile(expression) if expression else None
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _texts(key)
-            yield from _texts(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item)
-
-
-SPEAKERS = ("system", "developer", "user")  # whose messages are nothing without content
-
-
-def checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages of a chat, whatever a caller gave. Raises: RequestError that names what is none."""
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise RequestError("messages", 'must be a list such as [{"role": "user", "content": "Hi"}]')
-    if not messages:
-        raise RequestError("messages", "is empty")
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise RequestError(f"messages[{i}]", "must be an object with role and content")
-        if not isinstance(message.get("role"), str):
-            raise RequestError(f"messages[{i}].role", 'must be a text such as "user"')
-        if message.get("content") is None and message["role"] in SPEAKERS:
-            raise RequestError(f"messages[{i}].content", "is missing")
-        for k, call in enumerate(_objects(f"messages[{i}].tool_calls", message.get("tool_calls")) or ()):
-            function = call.get("function")
-            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-                raise RequestError(f"messages[{i}].tool_calls[{k}].function.name", "must be a text")
-    return [dict(message) for message in messages]
-
-
-def _objects(field: str, value: Any) -> list[Any] | None:
-    """The objects of a list, None for no list or an empty one. Raises: RequestError for anything else."""
-    if value is None:
-        return None
-    if (
-        isinstance(value, str | bytes)
-        or not isinstance(value, Sequence)
-        or not all(isinstance(v, Mapping) for v in value)
-    ):
-        raise RequestError(field, "must be a list of objects")
-    return list(value) or None
-
-
-def _shaped(message: dict[str, Any], shape: Shape, i: int) -> dict[str, Any]:
-    """The message with its content as the template understands it: one text, or a list of parts."""
-    content = message.get("content")
-    if content is None:
-        content = ""
-    elif isinstance(content, Sequence) and not isinstance(content, str | bytes):
-        texts = [_part_text(part, f"messages[{i}].content[{k}]") for k, part in enumerate(content)]
-        content = "\n".join(texts) if shape == "text" else [{"type": "text", "text": t} for t in texts]
-    elif not isinstance(content, str):
-        raise RequestError(f"messages[{i}].content", "must be a text or a list of parts")
-    if shape == "parts" and isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    return message | {"content": content}
-
-
-def _part_text(part: Any, field: str) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-        raise RequestError(field, f'parts of the type {kind!r} are not supported, {{"type": "text", ...}} is')
-    return part["text"]
-
-
-def _with_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects, which most templates expect, instead of JSON text."""
-    return [
-        message | {"tool_calls": [_with_object(call) for call in message["tool_calls"]]}
-        if isinstance(message.get("tool_calls"), list)
-        else message
-        for message in messages
-    ]
-
-
-def _only_calls(message: dict[str, Any]) -> bool:
-    return message.get("content") is None and bool(message.get("tool_calls"))
-
-
-def _with_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as JSON text."""
-    return [
-        message | {"tool_calls": [_with_text(call) for call in message["tool_calls"]]}
-        if isinstance(message.get("tool_calls"), list)
-        else message
-        for message in messages
-    ]
-
-
-def _with_text(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
-        return call
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
-
-
-def _with_object(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
-
-
 def _compile(source: str) -> Any:
     from jinja2 import TemplateError
 
     from edgert.template import sandbox
 
-    with sandbox.metered(sandbox.Meter(len(source))):
+    with metered(Meter(len(source))):
         try:
             return sandbox.Environment().from_string(source)
-        except (TemplateError, SyntaxError, sandbox.LimitError) as error:
+        except (TemplateError, SyntaxError, LimitError) as error:
             line = getattr(error, "lineno", None)
             raise ValueError(f"{error}" + (f" (line {line})" if line else "")) from None
         except (RecursionError, MemoryError):
