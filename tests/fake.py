@@ -30,6 +30,19 @@ def hashed(tokens: list[int]) -> int:
     return ord("a") + value % 26
 
 
+def told(prompt: list[int], n: int) -> list[int]:
+    """What `hashed` says after a prompt."""
+    tokens = list(prompt)
+    for _ in range(n):
+        tokens.append(hashed(tokens))
+    return tokens[len(prompt) :]
+
+
+def prompt_of(seed: int, n: int) -> list[int]:
+    """Token ids that no other seed begins with."""
+    return np.random.default_rng(seed).integers(0, 250, n).tolist()  # type: ignore[no-any-return]
+
+
 def says(reply: str | Sequence[int], end: int = EOS, after: str = "\n") -> Rule:
     """A model that answers every prompt that ends with `after` with this reply."""
     ids = [*(reply.encode() if isinstance(reply, str) else reply), end]
