@@ -461,12 +461,6 @@ class LlamaBackend(Backend):
             raise EdgertError(f"llama.cpp cannot tokenize a text of {len(data)} bytes")
         return list(ids[:n])
 
-    def set_threads(self, n_threads: int) -> None:
-        """Changes the number of threads for what follows."""
-        self._check_open()
-        probe.check_threads(n_threads)
-        self._llama.llama_set_n_threads(self._context, n_threads, n_threads)
-
     def _check_open(self) -> None:
         if self._context is None:
             raise ValueError("the backend is closed")

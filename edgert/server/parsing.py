@@ -102,7 +102,7 @@ class Calls:
     BEGIN, END = "<tool_call>", "</tool_call>"
 
     def __init__(self, names: Collection[str], bare: bool) -> None:
-        self._names, self._bare = names, bare
+        self._names = names
         self._held = ""
         self._state = "start" if bare else "text"
         self._count = 0

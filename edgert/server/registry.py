@@ -241,13 +241,6 @@ class Registry:
             self._held -= 1
             self._line.wake()
 
-    def unload(self, name: str) -> None:
-        """Puts a model away: at once, or when the requests that use it have ended."""
-        place = self.find(name)
-        if place.loaded:
-            loaded = self._take(place)
-            self._put_away(place, loaded)
-
     def sweep(self) -> None:
         """Puts away what has been idle for longer than its keep_alive."""
         now = time.monotonic()
