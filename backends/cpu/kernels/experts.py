@@ -66,10 +66,14 @@ def build(isa: Isa, codec: str, width: str, epilogue: str, bias: str = "no") -> 
     def first_of(n):
         """Takes n rows where there are so many, else the next smaller power of two; returns how many."""
         run = _panels_times_rows(isa, kind, n, epilogue, bias == "yes")
+        if n == 1:
 
-        def one(left, panel, x, words, n_cols, y, y_stride, rows, shares, bias):
-            run(panel, x, words, n_cols, y, y_stride, rows, shares, bias)
-            return 1
+            def one(left, panel, x, words, n_cols, y, y_stride, rows, shares, bias):
+                run(panel, x, words, n_cols, y, y_stride, rows, shares, bias)
+                return 1
+
+            return inlined(one)
+        fewer = first_of(n // 2)
 
         def some(left, panel, x, words, n_cols, y, y_stride, rows, shares, bias):
             if left < n:
@@ -77,8 +81,7 @@ def build(isa: Isa, codec: str, width: str, epilogue: str, bias: str = "no") -> 
             run(panel, x, words, n_cols, y, y_stride, rows, shares, bias)
             return n
 
-        fewer = first_of(n // 2) if n > 1 else None
-        return inlined(some if n > 1 else one)
+        return inlined(some)
 
     where, take = inlined(arguments), first_of(int(width))
 
