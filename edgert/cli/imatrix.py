@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgert.cli.flags import backend_flags, backend_options, flag, json_flag
+from edgert.cli.flags import backend_flags, backend_options, flag, json_flag, threads_flag
 from edgert.cli.loading import ProgressLine, bar, model_path, notices
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @flag("--chunks", type=click.IntRange(1), help="How many chunks at most; all of the texts without it.")
 @click.option("--in-file", type=FILE, multiple=True, help="Add what is in these files; without -m, only that.")
 @click.option("--show", type=FILE, help="Print what a file holds, and stop.")
-@flag("-t", "--threads", type=int, help="Threads; 0: as many as suit this machine.")
+@threads_flag
 @backend_flags
 @json_flag
 def command(
@@ -73,7 +73,7 @@ def command(
     check_target(output_file, [*filter(None, [model]), *texts])
     parts = [read_imatrix(path) for path in in_file]
     if model is not None:
-        parts.append(collect(model, texts, ctx_size, chunks, threads if threads and threads > 0 else None, **engine))
+        parts.append(collect(model, texts, ctx_size, chunks, threads, **engine))
     whole = parts[0]
     for part in parts[1:]:
         whole.merge(part)

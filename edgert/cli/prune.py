@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgert.cli.flags import flag, json_flag
+from edgert.cli.flags import flag, json_flag, threads_flag
 from edgert.cli.quantize import progress, source_path
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @flag("-o", "--output", type=click.Path(path_type=Path), required=True, help="The file to write, OUT.gguf.")
 @flag("--layers", "n_layers", type=click.IntRange(1), required=True, help="How many layers go.")
 @flag("--calibration", multiple=True, metavar="FILE|NAME", help="Text to decide by; may be given again.")
-@flag("-t", "--threads", type=click.IntRange(0), default=0, help="Threads; 0: as many as suit this machine.")
+@threads_flag
 @flag("--allow-requantize", is_flag=True, help="Take a source that is quantized already.")
 @json_flag
 def command(
@@ -29,7 +29,7 @@ def command(
     output: Path,
     n_layers: int,
     calibration: tuple[str, ...],
-    threads: int,
+    threads: int | None,
     allow_requantize: bool,
     as_json: bool,
 ) -> None:
@@ -52,7 +52,7 @@ def command(
             output,
             n_layers,
             calibration=calibration or None,
-            n_threads=threads or None,
+            n_threads=threads,
             allow_requantize=allow_requantize,
             progress=on_progress,
             on_step=tell,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgert.cli.flags import flag, json_flag
+from edgert.cli.flags import flag, json_flag, threads_flag
 
 if TYPE_CHECKING:
     from edgert.quantize.progress import OnProgress
@@ -65,7 +65,7 @@ HELP = {
 @flag("--report/--no-report", default=None, help=HELP["report"])
 @flag("--report-text", multiple=True, metavar="FILE|NAME", help=HELP["report_text"])
 @flag("-s", "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help=HELP["seed"])
-@flag("-t", "--threads", type=click.IntRange(0), default=0, help="Threads; 0: as many as suit this machine.")
+@threads_flag
 @flag("--max-memory", help=HELP["max_memory"])
 @flag("--split-max-size", help=HELP["split_max_size"])
 @flag("--allow-requantize", is_flag=True, help=HELP["allow_requantize"])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgert.cli.flags import flag, json_flag
+from edgert.cli.flags import flag, json_flag, threads_flag
 from edgert.cli.loading import ProgressLine, bar, model_path, notices
 from edgert.errors import EdgertError
 
@@ -44,7 +44,7 @@ BAR = 40  # characters of the longest
 @flag("--gptq/--no-gptq", default=True, show_default=True, help="Round with error feedback, as `quantize` does.")
 @flag("--max-memory", help="What this process may take at its peak, such as 1.5GiB.  [what suits the work]")
 @flag("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture too; needs edgert[plots].")
-@flag("-t", "--threads", type=click.IntRange(0), default=0, help="Threads; 0: as many as suit this machine.")
+@threads_flag
 @json_flag
 def command(source: str, output_file: Path | None, png: Path | None, as_json: bool, **flags: Any) -> None:
     """Measures how far each tensor group of a model pushes its predictions when it is rounded to each type.
@@ -84,7 +84,7 @@ def measured(
     types: str,
     groups: int,
     gptq: bool,
-    threads: int,
+    threads: int | None,
     max_memory: str | None,
 ) -> Sensitivity:
     """Lets the model read, and probes it."""
