@@ -144,9 +144,6 @@ def _attempt(
 
     Raises: _Again, DownloadError
     """
-    import http.client
-    import urllib.error
-
     have = _size(part)
     seen = _read_notes(notes)
     validator = seen.get("etag") or seen.get("last_modified") or ""
@@ -156,19 +153,49 @@ def _attempt(
         have = 0
     if size and have == size and sha256:
         return True
+    response = _ask(url, part, have, validator, open_url, sha256)
+    if response is None:
+        return True
+    with response:
+        have, total = _extent(response, part, have, seen)
+        total = total or size
+        if size and total != size:
+            part.unlink(missing_ok=True)
+            raise _Again(f"the server offers {total} bytes where its index states {size}")
+        if total:
+            check_space(part.parent, total - have)
+        if not have:
+            etag = response.headers.get("ETag") or ""
+            strong = etag if not etag.startswith("W/") else ""  # RFC 9110: If-Range takes strong ones only
+            modified = response.headers.get("Last-Modified") or ""
+            _write_notes(notes, {"etag": strong, "last_modified": modified, "total": total})
+        _receive(response, part, have, total, progress)
+    return have > 0
+
+
+def _ask(url: str, part: Path, have: int, validator: str, open_url: Opener, sha256: str) -> Any:
+    """The server's answer to a request for what comes after `have` bytes; None: there is nothing more.
+
+    validator:  what the server said to know the same file by: if it is another one now, all of it comes
+
+    Raises: _Again, DownloadError
+    """
+    import http.client
+    import urllib.error
+
     headers = {"Accept-Encoding": "identity"}
     if have:
         headers["Range"] = f"bytes={have}-"
         if validator:
             headers["If-Range"] = validator
     try:
-        response = open_url(url, headers)
+        return open_url(url, headers)
     except urllib.error.HTTPError as error:
         with error:
             if error.code == 416 and have:
                 there = re.fullmatch(r"bytes \*/(\d+)", error.headers.get("Content-Range", ""))
                 if there and int(there[1]) == have and sha256:
-                    return True
+                    return None
                 part.unlink(missing_ok=True)
                 raise _Again("the server has less than was received before") from error
             if error.code in (408, 425, 429) or error.code >= 500:
@@ -181,56 +208,54 @@ def _attempt(
     except (OSError, http.client.HTTPException) as error:
         raise _Again(str(getattr(error, "reason", error)) or type(error).__name__, answered=False) from error
 
-    with response:
+
+def _extent(response: Any, part: Path, have: int, seen: Mapping[str, Any]) -> tuple[int, int]:
+    """(where an answer's bytes begin: at `have` or at 0, the file's length or 0).
+
+    seen:  what the server said about the file before
+
+    Raises: _Again when the answer does not continue that file.
+    """
+    if have and response.status == 206:
         etag = response.headers.get("ETag") or ""
-        total = 0
-        if have and response.status == 206:
-            span = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "").strip())
-            if (
-                not span
-                or int(span[1]) != have
-                or (etag and seen.get("etag") and etag != seen["etag"])
-                or (span[2] != "*" and seen.get("total") and int(span[2]) != seen["total"])
-            ):
-                part.unlink(missing_ok=True)
-                raise _Again("the server's answer did not continue the file that was begun")
-            total = int(span[2]) if span[2] != "*" else 0
-        elif response.status in (200, None):  # None: a file: URL
-            have = 0
-            total = int(response.headers.get("Content-Length") or 0)
-        else:
-            raise _Again(f"the server answered {response.status} to a plain request")
-        total = total or size
-        if size and total != size:
+        span = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "").strip())
+        if (
+            not span
+            or int(span[1]) != have
+            or (etag and seen.get("etag") and etag != seen["etag"])
+            or (span[2] != "*" and seen.get("total") and int(span[2]) != seen["total"])
+        ):
             part.unlink(missing_ok=True)
-            raise _Again(f"the server offers {total} bytes where its index states {size}")
-        if total:
-            check_space(part.parent, total - have)
-        if not have:
-            strong = etag if not etag.startswith("W/") else ""  # RFC 9110: If-Range takes strong ones only
-            modified = response.headers.get("Last-Modified") or ""
-            _write_notes(notes, {"etag": strong, "last_modified": modified, "total": total})
-        continued = have > 0
-        with _open_part(part, have) as file:
+            raise _Again("the server's answer did not continue the file that was begun")
+        return have, int(span[2]) if span[2] != "*" else 0
+    if response.status in (200, None):  # None: a file: URL
+        return 0, int(response.headers.get("Content-Length") or 0)
+    raise _Again(f"the server answered {response.status} to a plain request")
+
+
+def _receive(response: Any, part: Path, have: int, total: int, progress: Callable[[int, int], None] | None) -> None:
+    """Writes what comes behind the first `have` bytes. Raises: _Again unless all of `total` (0: unknown) came."""
+    import http.client
+
+    with _open_part(part, have) as file:
+        if progress:
+            progress(have, total)
+        while True:
+            try:
+                block = response.read1(CHUNK) if hasattr(response, "read1") else response.read(CHUNK)
+            except (OSError, http.client.HTTPException) as error:
+                raise _Again(f"the connection was cut after {have} bytes") from error
+            if not block:
+                break
+            have += len(block)
+            if total and have > total:
+                file.truncate(0)
+                raise _Again(f"more than the stated {total} bytes arrived")
+            _write(file, block, part)
             if progress:
                 progress(have, total)
-            while True:
-                try:
-                    block = response.read1(CHUNK) if hasattr(response, "read1") else response.read(CHUNK)
-                except (OSError, http.client.HTTPException) as error:
-                    raise _Again(f"the connection was cut after {have} bytes") from error
-                if not block:
-                    break
-                have += len(block)
-                if total and have > total:
-                    file.truncate(0)
-                    raise _Again(f"more than the stated {total} bytes arrived")
-                _write(file, block, part)
-                if progress:
-                    progress(have, total)
-        if total and have < total:
-            raise _Again(f"the connection was cut after {have} of {total} bytes")
-    return continued
+    if total and have < total:
+        raise _Again(f"the connection was cut after {have} of {total} bytes")
 
 
 def _open_part(part: Path, have: int) -> IO[bytes]:
