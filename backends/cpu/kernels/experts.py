@@ -93,13 +93,10 @@ def build(isa: Isa, codec: str, width: str, epilogue: str, bias: str = "no") -> 
             entry = word(a, 7) + 24 * i
             for unit in range(n_units * thread // n_threads, n_units * (thread + 1) // n_threads):
                 panel, x, words, y, rows, shares, bias = where(a, entry, unit)
-                left = word(entry, 2)
-                while left > 0:
-                    n = take(left, panel, x, words, n_cols, y, y_stride, rows, shares, bias)
-                    left -= n
-                    x, words, rows, shares = x + n * x_stride, words + n * words_stride, rows + 8 * n, shares + 4 * n
-                    if not scatters:
-                        y += n * y_stride
+                t, count = 0, word(entry, 2)
+                while t < count:
+                    x_t, words_t, y_t = x + t * x_stride, words + t * words_stride, y if scatters else y + t * y_stride
+                    t += take(count - t, panel, x_t, words_t, n_cols, y_t, y_stride, rows + 8 * t, shares + 4 * t, bias)
 
     return experts
 
