@@ -38,6 +38,7 @@ class ProgressLine:
         self._started = 0.0
         self._first = 0
         self._what = ""
+        self._said: set[str] = set()
 
     def __call__(self, what: str, done: int = 0, total: int = 0) -> None:
         import time
@@ -61,8 +62,8 @@ class ProgressLine:
 
     def say(self, sentence: str) -> None:
         """What is going on, once, for those who do not see the line."""
-        if not self._live and sentence != self._what:
-            self._what = sentence
+        if not self._live and sentence not in self._said:
+            self._said.add(sentence)
             click.echo(sentence, err=True)
 
     def show(self, text: str) -> None:
