@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,22 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+MOST = 8  # processes side by side, each of which may hold 1 GB
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that tests say `from tiny import write_tiny`
+
+
+def processors() -> int:
+    """As many as this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilers() -> Iterator[None]:
+    """Kernels are compiled by processes that stay; a test of the product's own way to do it says so."""
+    from compiling import compilers_that_stay
+
+    with compilers_that_stay(min(MOST, processors())):  # who runs beside this process waits for the same kernels
+        yield
 
 
 def _real_model(name: str) -> Path:

@@ -238,18 +238,16 @@ print("refused", refused, "of", len(cases))
 
 
 def test_deep_and_large_grammars_do_not_end_the_process() -> None:
-    began = time.monotonic()
     tests = str(Path(__file__).parent)
-    done = subprocess.run([sys.executable, "-c", DEEP, tests], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", DEEP, tests], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
     refused = int(done.stdout.split()[1])
     assert refused >= 10
-    assert time.monotonic() - began < 100
 
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 5000])
 def test_depth_is_refused_quickly(depth: int) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     schema: Any = {}
     for _ in range(depth):
         schema = {"items": schema}
@@ -257,7 +255,7 @@ def test_depth_is_refused_quickly(depth: int) -> None:
         Grammar.of(json_schema=schema)
     with pytest.raises(RequestError, match="deep"):
         Grammar.of(regex="(" * depth + ")" * depth)
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 def test_compiled_grammars_are_kept() -> None:

@@ -238,9 +238,9 @@ def test_leading_space_of_sentencepiece(shared_dir: Path) -> None:
 
 @pytest.mark.parametrize("text", ["\n" * 50_000, "\r\n" * 25_000, "x\r\n\n\r" * 12_500], ids=ascii)
 def test_blank_lines_are_quick(real: Tokenizer, text: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     assert real.decode(real.encode(text, add_special=False)) == text
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize("sign", ["a", " ", "\n", "中", "0", "'", "="])

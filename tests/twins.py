@@ -7,7 +7,6 @@ that they keep. The cpu backend and its answers are real.
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,26 @@ from typing import Any
 import pytest
 
 from edgert import backends
+from edgert.backends import choice
 from edgert.backends.base import Backend, Verdict
 from edgert.backends.cpu.backend import CpuBackend
 from edgert.devices import accelerators
 
 KINDS = {"llama": "gpu", "onnx": "npu"}
+
+
+class Clock:
+    """Stands for the module `time` in `choice`: a machine with other work cannot change which backend is faster."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 0.002
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 class Twin(CpuBackend):
@@ -35,7 +49,7 @@ class Twin(CpuBackend):
         self.options = options
 
     def _walk(self, shape: Any, n_wanted: int) -> Any:
-        time.sleep(self.pause)
+        choice.time.sleep(self.pause)  # by the clock that rates are measured with
         logits = super()._walk(shape, n_wanted)
         return self.bend(logits) if self.bend else logits
 

@@ -26,6 +26,7 @@ BOUNDS = {Type.F32: 0.003, Type.F16: 0.01, Type.BF16: 0.02}
 FLOAT_CACHE = {"cache_type_k": "f16", "cache_type_v": "f16"}  # what is compared here is all but the cache
 K_QUANTS = (Type.Q4_K, Type.Q5_K, Type.Q6_K)
 FORMATS = (*BOUNDS, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, *K_QUANTS, Type.IQ4_NL)
+EACH_ISA = (*BOUNDS, Type.Q4_0, Type.Q4_K)
 FORCED = os.environ.get("EDGERT_ISA")
 ISAS = [FORCED] if FORCED else isa.available()[1:] or isa.available()  # the best one runs everything else
 BLOCKS_OF_256 = {"n_embd": 256, "n_head": 4, "head_dim": 64, "n_ff": 512}
@@ -93,7 +94,12 @@ def test_families_and_formats(family: str, quant: Type, tiny_model: Callable[...
     check_against_reference(open_cpu(path, n_seq_max=2), path, quant)
 
 
-@pytest.mark.parametrize("quant", FORMATS, ids=lambda quant: quant.name)
+# Products of every format on every instruction set are test_cpu_kernels'; here they serve whole models.
+@pytest.mark.parametrize(
+    "quant",
+    [quant if quant in EACH_ISA else pytest.param(quant, marks=pytest.mark.slow) for quant in FORMATS],
+    ids=lambda quant: quant.name,
+)
 @pytest.mark.parametrize("name", ISAS)
 def test_instruction_sets_and_formats(name: str, quant: Type, tiny_model: Callable[..., Path], open_cpu: Open) -> None:
     path = tiny_of(tiny_model, "llama", quant)
@@ -378,12 +384,16 @@ def test_weights_that_are_no_numbers_are_named(quant: Type, tiny_model: Callable
         open_cpu(path)
 
 
-def test_real_models_are_near_the_reference(smollm2_path: Path, gemma3_path: Path) -> None:
-    for path, tokens in (
-        (smollm2_path, [504, 33059, 40061, 17288, 260, 7761, 338, 4180, 1092, 260, 5670, 28, 284, 4150]),
-        (gemma3_path, [2, 818, 63937, 64222, 31167, 506, 19916, 600, 6915, 1680, 506, 12978, 236764, 532, 7971]),
-    ):
-        with closing(backends.load(path, backend="cpu", n_ctx=64, n_threads=2)) as backend:
-            logits = feed(backend, tokens)
-        expected = Reference(path, cache=False).logits(tokens)
-        assert kl_divergence(expected, logits).mean() < 0.01
+REAL = {
+    "smollm2": [504, 33059, 40061, 17288, 260, 7761, 338, 4180, 1092, 260, 5670, 28, 284, 4150],
+    "gemma3": [2, 818, 63937, 64222, 31167, 506, 19916, 600, 6915, 1680, 506, 12978, 236764, 532, 7971],
+}
+
+
+@pytest.mark.parametrize("name", ["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_real_models_are_near_the_reference(name: str, request: pytest.FixtureRequest) -> None:
+    path, tokens = request.getfixturevalue(f"{name}_path"), REAL[name]
+    with closing(backends.load(path, backend="cpu", n_ctx=64, n_threads=2)) as backend:
+        logits = feed(backend, tokens)
+    expected = Reference(path, cache=False).logits(tokens)
+    assert kl_divergence(expected, logits).mean() < 0.01

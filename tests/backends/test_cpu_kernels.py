@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compiling import IN_CHILDREN
 
 from edgert.backends.cpu import compiler, isa, team
 from edgert.backends.cpu.isa import Isa
@@ -205,6 +206,13 @@ def test_a_team_gets_on_beside_other_programs():
             hog.wait()
 
 
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled as for a user: by children of each load."""
+    monkeypatch.setattr(compiler, "_compile", IN_CHILDREN)
+
+
+@pytest.mark.usefixtures("children")
 def test_kernels_are_cached_and_rebuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("EDGERT_CACHE", str(tmp_path))
     compiler.cache_folder.cache_clear()
@@ -233,6 +241,7 @@ def test_programs_that_start_together_compile_once(monkeypatch: pytest.MonkeyPat
     assert all(steps[-1] == "2" for steps in told)
 
 
+@pytest.mark.usefixtures("children")
 @pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 5000])
 def test_damaged_kernels_are_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damage: bytes):
     """A file that a crash left without its content must not be run."""
@@ -251,6 +260,7 @@ def test_damaged_kernels_are_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp
         compiler.cache_folder.cache_clear()
 
 
+@pytest.mark.usefixtures("children")
 def test_kernels_compile_where_the_cache_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):

@@ -142,7 +142,7 @@ def test_tiny_files_are_llama_cpps(family: str, tiny_model: Callable[..., Path])
     assert np.abs(llama_cpp_logits(path, tokens) - logits).max() < 0.02 * np.abs(logits).max()
 
 
-@pytest.mark.parametrize("model", ["smollm2_path", "gemma3_path"])
+@pytest.mark.parametrize("model", ["smollm2_path", pytest.param("gemma3_path", marks=pytest.mark.slow)])
 def test_real_model_is_near_llama_cpp(model: str, request: pytest.FixtureRequest) -> None:
     path = request.getfixturevalue(model)
     tokens = llama_cpp_tokens(path, TEXT * 2)[:64]

@@ -10,6 +10,9 @@ import pytest
 @pytest.fixture(scope="session", autouse=True)
 def kernels(request: pytest.FixtureRequest) -> None:
     """Where most of these tests run, their kernels are compiled by all processors before, not one by one on use."""
+    from filelock import FileLock
+
+    from edgert.quantize.jit import cache_folder
     from edgert.quantize.kernels_ahead import compile_ahead
     from edgert.quantize.rounding import GRIDS
 
@@ -19,4 +22,6 @@ def kernels(request: pytest.FixtureRequest) -> None:
     searched = [name for name in run if name != "Q5_K"]  # its search is left to the slow tests
     jobs = [(name, "plain") for name in GRIDS] + [(name, "search") for name in searched]
     jobs += [(name, "feedback") for name in run]
-    compile_ahead(jobs, os.cpu_count() or 1)
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with FileLock(cache_folder() / "tests.lock"):  # processes that run tests side by side want the same kernels
+        compile_ahead(jobs, os.cpu_count() or 1)

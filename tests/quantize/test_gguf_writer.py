@@ -387,7 +387,8 @@ BIG: list[TensorPlan] = [(f"blk.{i}.weight", (400, 4096), FORMATS["Q4_0"]) for i
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_killed_at_twenty_moments(tmp_path: Path, split: bool):
+@pytest.mark.parametrize("moments", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_many_moments(tmp_path: Path, moments: int, split: bool):
     """SIGKILL at random: under the final name there is nothing or the old file, and a resume ends well."""
     script = KILLED if split else KILLED.replace("split_max_size=3 << 20, ", "")
     path = tmp_path / "m.gguf"
@@ -397,7 +398,7 @@ def test_killed_at_twenty_moments(tmp_path: Path, split: bool):
     rng = random.Random(1)
     n_killed = n_done = 0
     args = [sys.executable, "-c", script, str(path), str(Path(__file__).parent), *sys.path]
-    for _ in range(20):
+    for _ in range(moments):
         with subprocess.Popen(args, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
@@ -413,7 +414,7 @@ def test_killed_at_twenty_moments(tmp_path: Path, split: bool):
         if first.exists() and first.read_bytes() != b"old":
             check(first, BIG)  # killed after the rename
             first.unlink()
-    assert n_killed >= 10
+    assert n_killed >= moments // 2
     subprocess.run(args, check=True, capture_output=True)
     check(first, BIG)
     assert leftovers(tmp_path) == []

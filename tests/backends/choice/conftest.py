@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from twins import Clock
 
 from edgert import backends
+from edgert.backends import choice
 from edgert.backends.base import Backend
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Notes of this test alone; kernels where all tests have them."""
+    """Notes and a clock of this test alone; kernels where all tests have them."""
     monkeypatch.setattr("edgert.devices.notes.cache_root", lambda: tmp_path / "notes")
+    monkeypatch.setattr(choice, "time", Clock())
 
 
 @pytest.fixture

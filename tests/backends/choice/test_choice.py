@@ -45,9 +45,9 @@ import sys, time
 from edgert.backends import choice
 from edgert.backends.choice import Wish
 choice._portable()
-start = time.perf_counter()
+start = time.process_time()
 found, absent = choice.candidates(Wish(None, None, False))
-print(time.perf_counter() - start, "llama_cpp" in sys.modules, "onnxruntime" in sys.modules)
+print(time.process_time() - start, "llama_cpp" in sys.modules, "onnxruntime" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     seconds, *loaded = done.stdout.split()
