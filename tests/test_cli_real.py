@@ -82,7 +82,7 @@ with edgert.load(sys.argv[1], n_ctx=n_ctx) as model:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
-@pytest.mark.parametrize("n_ctx", [512, 2048, 4096])
+@pytest.mark.parametrize("n_ctx", [512, pytest.param(2048, marks=pytest.mark.slow), 4096])
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_memory_that_show_predicts(name: str, n_ctx: int, request: pytest.FixtureRequest) -> None:
     """Case M 170: predicted against peak within 15 %, once the kernels have been compiled; and the peak's limit."""
