@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ DRAFT = ROOT / "edgert" / "assets" / "smollm2-draft.gguf"
 
 
 @pytest.fixture
-def run(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runner:
+def run(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Runner]:
     def runner(name: str, arguments: Sequence[str] = ()) -> str:
         monkeypatch.setattr(sys, "argv", [*arguments] or [name, str(smollm2_path)])
         try:
@@ -32,7 +33,8 @@ def run(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             assert not end.code
         return capsys.readouterr().out
 
-    return runner
+    yield runner
+    gc.collect()  # a program's globals and its model refer to each other
 
 
 def test_stream_chat(run: Runner) -> None:
