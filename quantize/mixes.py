@@ -38,7 +38,7 @@ class ModelFacts:
     is_70b: bool = False
 
 
-_NEVER = ("_norm.weight", "ffn_gate_inp.weight", "position_embd.weight", "token_types.weight")
+_NEVER = ("_norm.weight", "ffn_gate_inp.weight", "position_embd.weight", "token_types.weight", "shortconv.conv.weight")
 
 
 def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:

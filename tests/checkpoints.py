@@ -64,7 +64,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-NORMS = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
+NORMS = (
+    "norm.weight",
+    "layernorm.weight",
+    "ln_1.weight",
+    "ln_2.weight",
+    "ln_f.weight",
+    "ln_attn.weight",
+    "ln_mlp.weight",
+)
 PARTIAL = {**ROPE, "partial_rotary_factor": 0.5}
 HEADS = {"head_dim": 32}
 NO_PAD = {"pad_token_id": 0}
@@ -163,6 +171,42 @@ CONFIGS |= {
         {**WIDE, **HEADS, "num_hidden_layers": 5, "logit_scale": 0.5, "sliding_window": 13, "rope_parameters": ROPE},
     ),
     "qwen2-yarn": ("Qwen2ForCausalLM", {"rope_parameters": YARN}),
+    "exaone4": (
+        "Exaone4ForCausalLM",
+        {**WIDE, "sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "exaone4-windows": (
+        "Exaone4ForCausalLM",
+        {**WIDE, "num_hidden_layers": 5, "sliding_window": 13, "sliding_window_pattern": 4, "rope_parameters": ROPE},
+    ),
+    "seed-oss": ("SeedOssForCausalLM", {**HEADS, "rope_parameters": ROPE}),
+    "ernie4.5": ("Ernie4_5ForCausalLM", {**HEADS, "rope_parameters": ROPE}),
+    "hunyuan": ("HunYuanDenseV1ForCausalLM", {**HEADS, "rope_parameters": ROPE}),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        {
+            **HEADS,
+            "sliding_window": None,
+            "rope_parameters": {
+                **YARN,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        {
+            **WIDE,
+            "num_hidden_layers": 5,
+            "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+            "block_multiple_of": 32,
+            "rope_parameters": ROPE,
+        },
+    ),
+    "glm": ("GlmForCausalLM", {**NO_PAD, **WIDE, **HEADS, "attention_bias": True, "rope_parameters": PARTIAL}),
 }  # fmt: skip
 EXPERTS = {**WIDE, "num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "rope_parameters": ROPE}
 SMALL = {"intermediate_size": 96}
@@ -183,6 +227,16 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "residual_multiplier": 0.22,
             "attention_multiplier": 0.1,
             "logits_scaling": 0.5,
+        },
+    ),
+    "lfm2moe": (
+        "Lfm2MoeForCausalLM",
+        {
+            **EXPERTS,
+            "num_hidden_layers": 4,
+            "moe_intermediate_size": 96,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
         },
     ),
     "gpt-oss": (

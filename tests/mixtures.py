@@ -11,6 +11,10 @@ from gguf import GGMLQuantizationType as Type
 from tiny import random_weight, vocabulary_metadata, write_gguf
 
 MIXTURES = ("llama", "qwen2moe", "qwen3moe")
+# Of these transformers has no class, or one that it does not share with the rest: llama.cpp alone judges.
+OTHERS = ("deepseek", "bailingmoe", "hunyuan-moe", "ernie4_5-moe", "glm4moe")
+SHARED = ("qwen2moe", *OTHERS)  # have an expert that sees every token
+DENSE_FIRST = ("deepseek", "ernie4_5-moe", "glm4moe")  # their first layer is no mixture
 N_EXPERT, N_USED = 6, 2
 
 
@@ -58,8 +62,16 @@ def write_mixture(
     }
     if family != "llama":
         keys[f"{family}.expert_feed_forward_length"] = n_ff
-    if family == "qwen2moe":
+    if family in SHARED:
         keys[f"{family}.expert_shared_feed_forward_length"] = n_shared
+    if family in OTHERS:
+        keys |= {f"{family}.expert_shared_count": 1, f"{family}.expert_weights_scale": 1.5}
+        keys |= {f"{family}.leading_dense_block_count": int(family in DENSE_FIRST)}
+        keys |= {f"{family}.interleave_moe_layer_step": 1, f"{family}.attention.key_length": head_dim}
+        keys |= {f"{family}.attention.value_length": head_dim, f"{family}.expert_weights_norm": family == "glm4moe"}
+    if family in ("deepseek", "bailingmoe", "glm4moe"):  # llama.cpp takes the width of an expert for it
+        n_shared = n_ff
+        keys[f"{family}.expert_shared_feed_forward_length"] = n_ff
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (n_vocab, n_embd)}
     for i in range(n_layer):
         layer: dict[str, tuple[int, ...]] = {
@@ -68,20 +80,28 @@ def write_mixture(
             "attn_k.weight": (kv, n_embd),
             "attn_v.weight": (kv, n_embd),
             "attn_output.weight": (n_embd, q),
-            "ffn_norm.weight": (n_embd,),
-            "ffn_gate_inp.weight": (n_expert, n_embd),
-            "ffn_down_exps.weight": (n_expert, n_embd, n_ff),
+            "post_attention_norm.weight" if family == "glm4moe" else "ffn_norm.weight": (n_embd,),
         }
+        if family in ("qwen3moe", "hunyuan-moe"):
+            layer |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
+        if family in DENSE_FIRST and not i:
+            layer |= {f"ffn_{part}.weight": (n_ff, n_embd) for part in ("gate", "up")}
+            shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
+            shapes[f"blk.{i}.ffn_down.weight"] = (n_embd, n_ff)
+            continue
+        layer |= {"ffn_gate_inp.weight": (n_expert, n_embd), "ffn_down_exps.weight": (n_expert, n_embd, n_ff)}
+        if family in ("ernie4_5-moe", "glm4moe"):
+            layer["exp_probs_b.bias"] = (n_expert,)
         if fused:
             layer["ffn_gate_up_exps.weight"] = (n_expert, 2 * n_ff, n_embd)
         else:
             layer |= {f"ffn_{part}_exps.weight": (n_expert, n_ff, n_embd) for part in ("gate", "up")}
+        if family in SHARED:
+            layer |= {f"ffn_{part}_shexp.weight": (n_shared, n_embd) for part in ("gate", "up")}
+            layer["ffn_down_shexp.weight"] = (n_embd, n_shared)
         if family == "qwen2moe":
             layer |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
-            layer |= {f"ffn_{part}_shexp.weight": (n_shared, n_embd) for part in ("gate", "up")}
-            layer |= {"ffn_down_shexp.weight": (n_embd, n_shared), "ffn_gate_inp_shexp.weight": (n_embd,)}
-        if family == "qwen3moe":
-            layer |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
+            layer["ffn_gate_inp_shexp.weight"] = (n_embd,)
         shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
     shapes |= {"output_norm.weight": (n_embd,), "output.weight": (n_vocab, n_embd)}
     weights = {name: random_weight(rng, name, shape, False) for name, shape in shapes.items()}

@@ -7,7 +7,7 @@ from typing import Any
 from fake import FakeBackend, hashed
 
 from edgert.backends.base import Batch
-from edgert.backends.cpu.cache import PAGE, PagedCache
+from edgert.backends.cpu.cache import PAGE, Kept, PagedCache
 from edgert.errors import DoesNotFitError
 
 
@@ -27,7 +27,9 @@ class PagedFake(FakeBackend):
         self._parts = parts
         if parts:
             self.pauses, self.n_window = True, PAGE
-        self.cache = PagedCache(windows, 1, 16, self.n_seq_max, self.n_ctx, pages, self.n_batch)
+        self.cache = PagedCache(
+            [Kept(window, 1) for window in windows], 16, self.n_seq_max, self.n_ctx, pages, self.n_batch
+        )
 
     def forward(self, batch: Batch) -> Any:
         growth: dict[int, int] = {}

@@ -60,7 +60,7 @@ class Reference:
             x = self.layer(i, layer, x)
         if last:
             x = x[-1:]
-        x = self.norm(x, "output_norm") * self.dtype(a.logit_scale)
+        x = self.norm(x, a.output_norm) * self.dtype(a.logit_scale)
         head = "token_embd.weight" if a.tied_head else "output.weight"
         logits = np.empty((len(x), a.n_vocab), self.dtype)
         for start in range(0, a.n_vocab, HEAD_ROWS):
@@ -81,6 +81,9 @@ class Reference:
             return self.norm(h, f"blk.{i}.{name}") if layer.has(name) else h
 
         h = norm(x, layer.attention_norm)
+        if layer.n_taps:
+            x = x + product(self.convolved(i, product(h, "shortconv.in_proj")), "shortconv.out_proj")
+            return x + self.feed_forward(i, layer, norm(x, layer.feed_forward_norm))
         if layer.has("attn_qkv"):
             q, k, v = np.split(product(h, "attn_qkv"), np.cumsum([layer.n_head, layer.n_head_kv]) * dim, axis=-1)
         else:
@@ -88,15 +91,27 @@ class Reference:
         if layer.tensors.get("attn_q_norm.weight", (dim,))[-1] > dim:
             q, k = norm(q, "attn_q_norm"), norm(k, "attn_k_norm")
         q, k, v = (part.reshape(n, -1, dim) for part in (q, k, v))  # (n, heads, head_dim)
+        if a.rope_first:
+            q, k = rotate(q, layer), rotate(k, layer)
         if layer.tensors.get("attn_q_norm.weight", (0,))[-1] == dim:
             q, k = norm(q, "attn_q_norm"), norm(k, "attn_k_norm")
+        if not a.rope_first:
+            q, k = rotate(q, layer), rotate(k, layer)
+        q = q * layer.rope.query_scales(n)[:, None, None].astype(q.dtype)
         sinks = self.weight(f"blk.{i}.attn_sinks.weight") if layer.has("attn_sinks") else None
-        h = attention(rotate(q, layer), rotate(k, layer), v, layer.window, a, sinks)
+        h = attention(q, k, v, layer.window, a, sinks)
         attended = norm(product(h, "attn_output"), layer.attention_post_norm)
         before = x
         x = x + attended
         h = norm(before if layer.parallel else x, layer.feed_forward_norm)
         return x + norm(self.feed_forward(i, layer, h), "post_ffw_norm")
+
+    def convolved(self, i: int, h: Floats) -> Floats:
+        """(n, 3 n_embd) -> (n, n_embd)."""
+        b, c, h = np.split(h, 3, axis=1)
+        taps = self.weight(f"blk.{i}.shortconv.conv.weight")
+        before = np.concatenate([np.zeros((taps.shape[1] - 1, h.shape[1]), h.dtype), b * h])
+        return c * sum(before[tap : tap + len(h)] * taps[:, tap] for tap in range(taps.shape[1]))
 
     def feed_forward(self, i: int, layer: Layer, h: Floats) -> Floats:
         """(n, n_embd) -> (n, n_embd)."""
@@ -117,12 +132,16 @@ class Reference:
         scores = self.product(h, f"blk.{i}.ffn_gate_inp")
         if e.gating == "softmax":
             scores = np.exp(log_softmax(scores)).astype(h.dtype)
-        chosen = np.argsort(-scores, axis=1, kind="stable")[:, : e.n_used]
+        elif e.gating == "sigmoid":
+            scores = 1 / (1 + np.exp(-scores))
+        liked = scores + self.weight(f"blk.{i}.exp_probs_b.bias") if "exp_probs_b.bias" in layer.tensors else scores
+        chosen = np.argsort(-liked, axis=1, kind="stable")[:, : e.n_used]
         shares = np.take_along_axis(scores, chosen, 1)
         if e.gating == "chosen":
             shares = np.exp(log_softmax(shares)).astype(h.dtype)
         if e.norm:
             shares = shares / shares.sum(1, keepdims=True)
+        shares = shares * h.dtype.type(e.scale)
         out = np.zeros_like(h)
         for expert in range(e.n_expert):
             rows, places = np.nonzero(chosen == expert)
@@ -139,8 +158,10 @@ class Reference:
             out[rows] += shares[rows, places, None] * product(self.gated(gate, up), "down")
         if layer.has("ffn_up_shexp"):
             hidden = self.gated(*(self.product(h, f"blk.{i}.ffn_{part}_shexp") for part in ("gate", "up")))
-            share = 1 / (1 + np.exp(-self.product(h, f"blk.{i}.ffn_gate_inp_shexp")))
-            out += share.reshape(-1, 1) * self.product(hidden, f"blk.{i}.ffn_down_shexp")
+            shared = self.product(hidden, f"blk.{i}.ffn_down_shexp")
+            if layer.has("ffn_gate_inp_shexp"):
+                shared *= 1 / (1 + np.exp(-self.product(h, f"blk.{i}.ffn_gate_inp_shexp").reshape(-1, 1)))
+            out += shared
         return out
 
     def gated(self, gate: Floats, up: Floats) -> Floats:

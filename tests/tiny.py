@@ -87,7 +87,7 @@ def write_tiny(
         f"{family}.attention.layer_norm_rms_epsilon": eps,
         f"{family}.rope.freq_base": rope_base or (1e6 if gemma else 1e4),
     }
-    if head_dim * n_head != n_embd or family in ("qwen3", "gemma3"):
+    if head_dim * n_head != n_embd or family.startswith(("qwen3", "gemma3")):
         keys[f"{family}.attention.key_length"] = head_dim
         keys[f"{family}.attention.value_length"] = head_dim
     if family == "llama":
@@ -143,7 +143,7 @@ def tensor_shapes(
         }
         if bias:
             layer |= {"attn_q.bias": (n_q,), "attn_k.bias": (n_kv,), "attn_v.bias": (n_kv,)}
-        if family in ("qwen3", "gemma3"):
+        if family.startswith(("qwen3", "gemma3")):
             layer |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
         if family == "gemma3":
             layer |= {"post_attention_norm.weight": (n_embd,), "post_ffw_norm.weight": (n_embd,)}

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.backends.cpu.compiler import name_of
-from edgert.backends.cpu.layouts import CHUNK, attention_scratch_bytes, partial_bytes, wide_attention_tokens
+from edgert.backends.cpu.layouts import CHUNK, PAGE, attention_scratch_bytes, partial_bytes, wide_attention_tokens
 from edgert.backends.cpu.memory import aligned
 from edgert.backends.cpu.model_weights import Norm
 from edgert.backends.cpu.step import N_NARROW, N_TOKENS, N_WIDE, PRIVATE_ROWS, ZERO, Group, Shape
@@ -35,18 +35,26 @@ class AttentionOps:
     def __init__(self, graph: Graph, n_rows: int, n_batch: int) -> None:
         a, arena = graph.architecture, graph.arena
         self._graph = graph
-        n_qkv = -(-(a.n_head + 2 * a.n_head_kv) * a.head_dim // 32) * 32
+        convolves = any(layer.n_taps for layer in a.layers)
+        n_qkv = -(-max((a.n_head + 2 * a.n_head_kv) * a.head_dim, 3 * a.n_embd * convolves) // 32) * 32
         self.qkv = arena.floats(n_rows, n_qkv)
-        self._results = arena.floats(max(n_rows, graph.n_threads * PRIVATE_ROWS), a.n_head * a.head_dim)
+        n_results = max(a.n_head * a.head_dim, a.n_embd * convolves)
+        self._results = arena.floats(max(n_rows, graph.n_threads * PRIVATE_ROWS), n_results)
         self._rope_tables: dict[Rope, tuple[NDArray[np.float64], NDArray[np.float32]]] = {}
         for rope in {layer.rope: None for layer in a.layers if layer.rope.n_dims}:
             frequencies = np.ascontiguousarray(rope.frequencies(), np.float64)
             self._rope_tables[rope] = frequencies, arena.floats(n_rows, rope.n_dims)
+        # By position, where these grow.
+        self._query_scales = {
+            rope: (a.attention_scale * rope.query_scales(graph.cache.max_pages * PAGE)).astype(np.float32)
+            for rope in self._rope_tables
+            if rope.temperature
+        }
         self.key_means = arena.floats(a.n_layer, a.n_head_kv, a.head_dim)
         # Most of it is never touched: it is for many tokens of long sequences at once.
         self.max_chunks = -(-graph.cache.max_pages * 16 // CHUNK) + 1
         self.partials = aligned(n_batch * a.n_head * self.max_chunks * partial_bytes(a.head_dim))
-        group = max(layer.n_head // layer.n_head_kv for layer in a.layers)
+        group = max(layer.n_head // layer.n_head_kv for layer in a.layers if layer.n_head_kv)
         at_once = (wide_attention_tokens(graph.isa.registers, n) * n for n in range(1, group + 1))
         self.scratch_bytes = max(at_once) * partial_bytes(a.head_dim)
         if graph.tiles:
@@ -68,6 +76,8 @@ class AttentionOps:
 
     def layer(self, shape: Shape, groups: list[Group], i: int) -> list[Op]:
         """From q, k and v of a layer to the results in the forms that its attn_output reads."""
+        if self._graph.architecture.layers[i].n_taps:
+            return [self._convolve(i), *self._convert_all(groups, i)]
         return [*self._write(i), *self._attend(shape, i), *self._join(shape, groups, i)]
 
     def _write(self, i: int) -> list[Op]:
@@ -80,7 +90,9 @@ class AttentionOps:
         if q_norm[-1] > a.head_dim:
             ops.append(self._row_norm(layer, *norms))
             norms = [None, None]
-        kind = {"norm": a.norm} if norms[0] and a.norm != "rms" else {}
+        kind: dict[str, str] = {"norm": a.norm} if norms[0] and a.norm != "rms" else {}
+        if a.rope_first and layer.rope.n_dims:
+            kind["first"] = "rope"
         ops.append(
             Op(
                 name_of("rope", **self._heads(layer), n_rot=layer.rope.n_dims, style=layer.rope.style, **kind),
@@ -96,6 +108,7 @@ class AttentionOps:
                     float_bits(a.norm_eps),
                     float_bits(a.attention_scale),
                     address(self.key_means[i]),
+                    address(self._query_scales.get(layer.rope)),
                 ],
             )
         )
@@ -149,8 +162,7 @@ class AttentionOps:
         narrow = Group(N_WIDE, N_NARROW, graph.int8_form(shape.narrow), 0)
         form = narrow.form_for(matrices[0])
         if graph.architecture.encoder:
-            joined = [self._merge(i, Group(ZERO, N_TOKENS, "int8", 0), "none")]
-            return joined + [self._convert(i, group, form) for group in groups for form in group.forms_for(matrices)]
+            return [self._merge(i, Group(ZERO, N_TOKENS, "int8", 0), "none"), *self._convert_all(groups, i)]
         if shape.private:
             return [self._merge(i, narrow, form, private=True)]
         if not graph.tiles:  # joined into float32 rows below the wide ones first; then all rows are converted together
@@ -173,14 +185,38 @@ class AttentionOps:
             parameters=parameters,
         )  # fmt: skip
 
+    def _convolve(self, i: int) -> Op:
+        """What a layer has in place of attention: inputs to the cache, results from it."""
+        graph, layer = self._graph, self._graph.architecture.layers[i]
+        table, row, inputs, _, stride = graph.cache.addresses(i)
+        return Op(
+            name_of("shortconv", n_taps=layer.n_taps),
+            [
+                *self._rows_of_qkv(),
+                graph.at(N_TOKENS),
+                address(graph.positions),
+                address(graph.slots),
+                *(table, row, inputs, stride),
+                address(graph.weights.layers[i].taps),
+                address(self._results),
+                graph.architecture.n_embd,
+            ],
+        )
+
+    def _convert_all(self, groups: list[Group], i: int) -> list[Op]:
+        """Float32 results in the forms that attn_output reads."""
+        matrices = self._graph.weights.layers[i].attn_output
+        return [self._convert(i, group, form) for group in groups for form in group.forms_for(matrices)]
+
     def _convert(self, i: int, group: Group, form: str) -> Op:
         """Float32 results in another form."""
         rows = self._rows_of_results(self._graph.architecture.layers[i])
-        return self._graph.rows(group, "plain", form, rows, rows.shape[1])
+        return self._graph.rows(group, "plain", form, rows, rows.shape[1], private=group.private)
 
     def _rows_of_results(self, layer: Layer) -> NDArray[np.float32]:
         """Float32 (rows, n_head * head_dim) of this layer."""
-        n_cols = layer.n_head * self._graph.architecture.head_dim
+        a = self._graph.architecture
+        n_cols = a.n_embd if layer.n_taps else layer.n_head * a.head_dim
         return self._results.reshape(-1)[: len(self._results) * n_cols].reshape(-1, n_cols)
 
     def _rows_of_qkv(self) -> Sequence[int]:

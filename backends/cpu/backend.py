@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgert.backends.base import Backend, Batch, OnInput, Verdict
 from edgert.backends.cpu import compiler
-from edgert.backends.cpu.cache import PagedCache, cache_type
+from edgert.backends.cpu.cache import PagedCache, cache_type, kept_by_layers
 from edgert.backends.cpu.copies import Keeper
 from edgert.backends.cpu.footprint import N_BATCH, check_fit
 from edgert.backends.cpu.graph import Graph
@@ -122,8 +122,8 @@ class CpuBackend(Backend):
             packer = Packer(file, self.isa, self._team, weights_as)
             weights = pack_model(a, packer)
             pages = -(-n_positions // PAGE) + n_seq_max
-            windows, heads = zip(*((layer.window, layer.n_head_kv) for layer in a.layers), strict=True)
-            self._cache = PagedCache(windows, heads, a.head_dim, n_seq_max, self.n_ctx, pages, self.n_batch, *types)
+            layers = kept_by_layers(a)
+            self._cache = PagedCache(layers, a.head_dim, n_seq_max, self.n_ctx, pages, self.n_batch, *types)
             self._graph = Graph(a, weights, self._cache, self.isa, n_threads, self.n_batch, tile_head)
             self.rounds_windows = self._graph.tiles
             self._tapes: dict[Shape, Tape] = {}
@@ -182,7 +182,8 @@ class CpuBackend(Backend):
         tokens = np.random.default_rng(0).integers(0, self.n_vocab, n)
         self.forward(Batch.of(tokens.tolist(), 0, wanted="none"))
         for i, (layer, mean) in enumerate(zip(self.architecture.layers, self._graph.attention.key_means, strict=True)):
-            mean[: layer.n_head_kv] = self._cache.keys(i, 0)[:, PAGE:].mean(1)
+            if layer.n_head_kv:
+                mean[: layer.n_head_kv] = self._cache.keys(i, 0)[:, PAGE:].mean(1)
         self._cache.truncate(0, 0)
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:

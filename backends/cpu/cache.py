@@ -7,7 +7,8 @@ so have those of one window, which are given back when the window has passed the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,10 @@ from numpy.typing import NDArray
 from edgert.backends.cpu.layouts import AHEAD, BLOCK, CACHE_TYPES, PAGE
 from edgert.backends.cpu.memory import aligned
 from edgert.errors import DoesNotFitError, RequestError
+from edgert.quantize.architecture import Architecture
 
 DEFAULT_CACHE_TYPE = "q8_0"
+REACH = 64  # positions of a convolution's inputs that a sequence keeps, as a window: more than any draft has
 
 
 def n_pages(length: int) -> int:
@@ -33,25 +36,35 @@ def kept_positions(window: int, n_ctx: int, n_batch: int) -> int:
     return kept if window and kept < n_ctx else 0
 
 
-def cache_bytes(
-    windows: Sequence[int],
-    n_head_kv: int | Sequence[int],
-    head_dim: int,
-    n_ctx: int,
-    n_batch: int,
-    type_k: str,
-    type_v: str,
-) -> tuple[int, int]:
-    """Bytes of one sequence of n_ctx positions in all layers, and of one position.
+@dataclass(frozen=True)
+class Kept:
+    """What a layer keeps of each position: keys and values of heads, or a row of float32.
 
-    n_head_kv:  of all layers, or of each
+    window:  positions that a token sees; 0: all
     """
-    heads = [n_head_kv] * len(windows) if isinstance(n_head_kv, int) else n_head_kv
-    page = CACHE_TYPES[type_k].page_bytes(head_dim) + CACHE_TYPES[type_v].page_bytes(head_dim)
-    pages = sum(
-        n * n_pages(kept_positions(window, n_ctx, n_batch) or n_ctx) for n, window in zip(heads, windows, strict=True)
-    )
-    return pages * page, sum(heads) * page // PAGE
+
+    window: int
+    n_head_kv: int
+    n_row: int = 0
+
+    def page_bytes(self, head_bytes: int) -> int:
+        """Bytes of a page, where a head takes so many."""
+        return self.n_head_kv * head_bytes + 4 * PAGE * self.n_row
+
+
+def kept_by_layers(a: Architecture) -> list[Kept]:
+    """What each layer keeps. Convolutions see a few positions, and are kept a longer window, to be cut back by it."""
+    return [Kept(REACH, 0, a.n_embd) if layer.n_taps else Kept(layer.window, layer.n_head_kv) for layer in a.layers]
+
+
+def cache_bytes(
+    layers: Sequence[Kept], head_dim: int, n_ctx: int, n_batch: int, type_k: str, type_v: str
+) -> tuple[int, int]:
+    """Bytes of one sequence of n_ctx positions in all layers, and of one position."""
+    head = CACHE_TYPES[type_k].page_bytes(head_dim) + CACHE_TYPES[type_v].page_bytes(head_dim)
+    pages = [n_pages(kept_positions(layer.window, n_ctx, n_batch) or n_ctx) for layer in layers]
+    sizes = [layer.page_bytes(head) for layer in layers]
+    return sum(n * size for n, size in zip(pages, sizes, strict=True)), sum(sizes) // PAGE
 
 
 def cache_type(side: str, name: str | None, head_dim: int) -> str:
@@ -184,10 +197,8 @@ class Pool:
 
 
 class PagedCache:
-    """Keys and values of all layers.
+    """Keys and values of all layers, and inputs of their convolutions.
 
-    windows:  int (n_layer), positions that a token of each layer sees; 0: all
-    n_head_kv: of all layers, or of each
     n_batch:  positions that a sequence may grow by at once
     n_pages:  of the layers that see everything
 
@@ -197,8 +208,7 @@ class PagedCache:
 
     def __init__(
         self,
-        windows: Sequence[int],
-        n_head_kv: int | Sequence[int],
+        layers: Sequence[Kept],
         head_dim: int,
         n_seq: int,
         n_ctx: int,
@@ -213,17 +223,17 @@ class PagedCache:
         self.lengths = [0] * n_seq
         self._key_bytes = CACHE_TYPES[type_k].page_bytes(head_dim)
         self._head_bytes = self._key_bytes + CACHE_TYPES[type_v].page_bytes(head_dim)
-        self._heads = [n_head_kv] * len(windows) if isinstance(n_head_kv, int) else list(n_head_kv)
+        self._layers = layers
         lead = int(CACHE_TYPES[type_k].refined)
         # A window that is nearly the context frees nothing.
-        kept = {window: kept_positions(window, n_ctx, n_batch) for window in set(windows)}
-        self._window_of = [window if kept[window] else 0 for window in windows]
+        kept = {layer.window: kept_positions(layer.window, n_ctx, n_batch) for layer in layers}
+        self._window_of = [layer.window if kept[layer.window] else 0 for layer in layers]
         self.pools: dict[int, Pool] = {}
         self._places: list[int] = []  # bytes from the page's beginning to each layer's part
         strides = dict.fromkeys(sorted(set(self._window_of)), 0)
-        for window, heads in zip(self._window_of, self._heads, strict=True):
+        for window, layer in zip(self._window_of, layers, strict=True):
             self._places.append(strides[window])
-            strides[window] += heads * self._head_bytes
+            strides[window] += layer.page_bytes(self._head_bytes)
         for window, stride in strides.items():
             size = n_seq * (lead + -(-kept[window] // PAGE)) if window else n_pages + lead * n_seq
             self.pools[window] = Pool(stride, lead, n_seq, self.max_pages, size)
@@ -292,15 +302,27 @@ class PagedCache:
             facts.append({"window": window, "first": first, "end": end, "stride": pool.stride})
             pages = pool.data[pool.table[sequence, first:end]]
             if length % PAGE and len(pages):
-                self._clear(pages[-1], length % PAGE)
+                self._clear(pages[-1], window, length % PAGE)
                 if length < PAGE:
-                    self._clear(pages[0], length)
+                    self._clear(pages[0], window, length)
             chunks.append(pages)
         return facts, chunks
 
-    def _clear(self, page: NDArray[np.uint8], used: int) -> None:
+    def _clear(self, page: NDArray[np.uint8], window: int, used: int) -> None:
         """Zeros the positions of a page from `used` on: they may be of a sequence that this one was forked from."""
-        heads = page.reshape(-1, self._head_bytes)
+        for layer, part in self._parts(page, window):
+            if layer.n_row:
+                part.reshape(PAGE, -1)[used:] = 0
+            else:
+                self._clear_heads(part.reshape(layer.n_head_kv, self._head_bytes), used)
+
+    def _parts(self, page: NDArray[np.uint8], window: int) -> Iterator[tuple[Kept, NDArray[np.uint8]]]:
+        """The layers of a pool, and where a page holds what they keep."""
+        for layer, own, place in zip(self._layers, self._window_of, self._places, strict=True):
+            if own == window:
+                yield layer, page[place : place + layer.page_bytes(self._head_bytes)]
+
+    def _clear_heads(self, heads: NDArray[np.uint8], used: int) -> None:
         n = len(heads)
         start = 0
         for side, name in (("k", self.type_k), ("v", self.type_v)):
@@ -351,7 +373,7 @@ class PagedCache:
     def keys(self, layer: int, sequence: int) -> NDArray[np.float32]:
         """float32 (n_head_kv, positions, head_dim): a sequence's packed keys of 4 bits as kernels read them."""
         kind, pool = CACHE_TYPES[self.type_k], self.pools[self._window_of[layer]]
-        n_head_kv, head_dim = self._heads[layer], self._head_dim
+        n_head_kv, head_dim = self._layers[layer].n_head_kv, self._head_dim
         pages = pool.held(sequence)[pool.lead :]
         start = self._places[layer]
         raw = pool.data[pages, start : start + n_head_kv * self._head_bytes].reshape(len(pages), n_head_kv, -1)

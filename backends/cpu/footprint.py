@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from edgert.backends.cpu.cache import cache_bytes, cache_type
+from edgert.backends.cpu.cache import cache_bytes, cache_type, kept_by_layers
 from edgert.backends.cpu.layouts import BLOCK, CACHE_TYPES, CODEC_OF, CODECS, TILE_TOKENS, WINDOW
 from edgert.devices import fitting
 from edgert.errors import DoesNotFitError
@@ -65,8 +65,7 @@ def footprint(
     Raises: RequestError for a type of cache that is not there.
     """
     type_k, type_v = (cache_type(side, name, a.head_dim) for side, name in zip("kv", types, strict=True))
-    windows, heads = zip(*((layer.window, layer.n_head_kv) for layer in a.layers), strict=True)
-    kv, per_token = cache_bytes(windows, heads, a.head_dim, n_ctx, N_BATCH, type_k, type_v)
+    kv, per_token = cache_bytes(kept_by_layers(a), a.head_dim, n_ctx, N_BATCH, type_k, type_v)
     program = PROGRAM + PROGRAM_PER_TOKEN * a.n_vocab if with_program else 0
     return Footprint(_weights(file, a, weights_as), round(kv * n_full), per_token, _buffers(a, n_ctx), program)
 
@@ -89,7 +88,8 @@ def _weights(file: Model[Any], a: Architecture, weights_as: str | None) -> int:
 def _buffers(a: Architecture, n_ctx: int) -> int:
     n_attn = a.n_head * a.head_dim
     most = max(a.n_embd, a.n_ff, n_attn)
-    floats = a.n_embd * (1 + a.post_norm) + (a.n_head + 2 * a.n_head_kv) * a.head_dim + n_attn + a.n_ff
+    mixed = max((a.n_head + 2 * a.n_head_kv) * a.head_dim, *(3 * a.n_embd * (layer.n_taps > 0) for layer in a.layers))
+    floats = a.n_embd * (1 + a.post_norm) + mixed + n_attn + a.n_ff
     # Prepared rows: int8 with their words, bf16 tiles, and the gated product's tiles.
     row = 4 * floats + most * 7 // 2 + 2 * a.n_ff
     rows = min(N_BATCH, -(-n_ctx // WINDOW) * WINDOW)

@@ -57,6 +57,8 @@ class LayerWeights:
     """The packed tensors of a layer; a list holds matrices that stand one below the other.
 
     norms:    by name, those that the layer has
+    qkv:      or what a convolution reads its inputs from, as attn_output stands for what its results pass
+    taps:     float32 (n_taps, n_embd) of a convolution
     gate_up:  panels of both in turn, if they have one codec
     gate:     empty where gate_up is there, or the layer has no gate
     experts:  in place of gate, up and ffn_down
@@ -70,6 +72,7 @@ class LayerWeights:
     up: Sequence[Matrix] = ()
     ffn_down: Sequence[Matrix] = ()
     sinks: NDArray[np.float32] | None = None
+    taps: NDArray[np.float32] | None = None
     experts: ExpertWeights | None = None
 
 
@@ -132,7 +135,7 @@ def pack_model(architecture: Architecture, packer: Packer) -> ModelWeights:
     if a.encoder:
         norm, layers = _norms_before(_norm(a, packer, "token_embd_norm", a.outer), layers)
     else:
-        norm = _norm(a, packer, "output_norm", a.outer)
+        norm = _norm(a, packer, a.output_norm, a.outer)
     for vector in (norm.weight, norm.bias):
         if vector is not None:
             vector *= np.float32(a.logit_scale)
@@ -155,12 +158,19 @@ def _pack_layer(a: Architecture, layer: Layer, prefix: str, packer: Packer) -> L
         for name in layer.tensors
         if name.endswith(("norm.weight", "norm_2.weight"))
     }
-    parts = ["attn_qkv"] if layer.has("attn_qkv") else ["attn_q", "attn_k", "attn_v"]
+    parts, output, taps = ["attn_q", "attn_k", "attn_v"], "attn_output", None
+    if layer.has("attn_qkv"):
+        parts = ["attn_qkv"]
+    elif layer.n_taps:
+        parts, output = ["shortconv.in_proj"], "shortconv.out_proj"
+        taps = packer.vector(f"{prefix}shortconv.conv.weight")
+        taps[:] = taps.reshape(a.n_embd, -1).T.reshape(-1)
     attention = LayerWeights(
         norms,
         qkv=packer.pack([f"{prefix}{part}.weight" for part in parts]),
-        attn_output=packer.pack([f"{prefix}attn_output.weight"]),
+        attn_output=packer.pack([f"{prefix}{output}.weight"]),
         sinks=packer.vector(f"{prefix}attn_sinks.weight") if layer.has("attn_sinks") else None,
+        taps=taps,
     )
     if layer.experts:
         return replace(attention, experts=_pack_experts(layer, layer.experts, prefix, packer))

@@ -1,4 +1,4 @@
-"""Model families: one short file for each, registered by general.architecture and imported on use."""
+"""Model families: one short file for each difference, registered by general.architecture and imported on use."""
 
 from __future__ import annotations
 
@@ -14,11 +14,30 @@ if TYPE_CHECKING:
 
 __all__ = ["FAMILIES", "Architecture", "Experts", "Layer", "Rope", "describe", "expected", "is_matrix"]
 
-FAMILIES = (
-    *("arcee", "bert", "cohere2", "command-r", "falcon", "gemma", "gemma2", "gemma3", "glm4", "gpt-oss", "gpt2"),
-    *("gptneox", "granite", "granitemoe", "llama", "minicpm", "nemotron", "nomic-bert", "olmo2", "olmoe", "phi2"),
-    *("phi3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "smollm3", "stablelm", "starcoder", "starcoder2"),
-)
+# general.architecture -> the module that describes it
+FAMILIES = {
+    name: name.replace("-", "_")
+    for name in (
+        *("arcee", "baichuan", "bert", "cohere2", "command-r", "deepseek", "exaone", "exaone4", "falcon", "gemma"),
+        *("gemma2", "gemma3", "glm4", "glm4moe", "gpt-oss", "gpt2", "gptneox", "granite", "hunyuan-dense", "lfm2"),
+        *("llama", "minicpm", "mistral3", "nemotron", "nomic-bert", "olmo2", "olmoe", "orion", "phi2", "phi3", "qwen2"),
+        *("qwen2moe", "qwen3", "qwen3moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+    )
+} | {
+    "bailingmoe": "deepseek",
+    "chatglm": "llama",  # its tensors are fused
+    "ernie4_5": "llama",
+    "ernie4_5-moe": "llama",
+    "granitemoe": "granite",
+    "hunyuan-moe": "hunyuan_dense",
+    "internlm2": "llama",
+    "lfm2moe": "lfm2",
+    "qwen2vl": "qwen2",  # of text all axes of its rotation have the same position
+    "qwen3vl": "qwen3",
+    "qwen3vlmoe": "qwen3moe",
+    "starcoder": "gpt2",
+    "xverse": "llama",
+}
 
 
 def describe(file: Model[Any]) -> Architecture:
@@ -40,7 +59,7 @@ def expected(file: Model[Any]) -> Architecture:
     family = file.get("general.architecture", str, "")
     if family not in FAMILIES:
         named = f"is a {family!r} model" if family else "does not name its general.architecture"
-        raise UnsupportedFormatError(f"{file.path} {named}; edgert runs {', '.join(FAMILIES)}.")
-    module = import_module(f"{__name__}.{family.replace('-', '_')}")
+        raise UnsupportedFormatError(f"{file.path} {named}; edgert runs {', '.join(sorted(FAMILIES))}.")
+    module = import_module(f"{__name__}.{FAMILIES[family]}")
     architecture: Architecture = module.describe(file)
     return architecture

@@ -22,6 +22,7 @@ class Rope:
     factors:    n_dims/2 divisors of the frequencies, or None
     magnitude:  what cosines and sines are multiplied by
     long_factors:  those for contexts beyond n_ctx_original, or None where `factors` serve for all
+    temperature:   q at position p is multiplied by 1 + temperature * log(1 + p // n_ctx_original)
     """
 
     n_dims: int
@@ -32,6 +33,7 @@ class Rope:
     magnitude: float = 1.0
     long_factors: tuple[float, ...] | None = None
     n_ctx_original: int = 0
+    temperature: float = 0.0
 
     def for_context(self, n_ctx: int) -> Rope:
         """The rotation in a context of so many positions."""
@@ -45,10 +47,16 @@ class Rope:
         inverse = self.base ** (-np.arange(0, self.n_dims, 2, dtype=np.float64) / self.n_dims) * self.scale
         return inverse if self.factors is None else inverse / np.asarray(self.factors, np.float64)
 
+    def query_scales(self, n_ctx: int) -> NDArray[np.float64]:
+        """float64 (n_ctx,): what q is multiplied by at each position, beside the scale of attention."""
+        if not self.temperature:
+            return np.ones(n_ctx)
+        return 1 + self.temperature * np.log1p(np.arange(n_ctx) // self.n_ctx_original)
+
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor multiplies, or its rows are looked up; norms of heads and biases of experts do not."""
-    return len(shape) > 1 and not name.endswith(("_norm.weight", ".bias"))
+    """Whether a tensor multiplies, or its rows are looked up; norms of heads, biases of experts and taps do not."""
+    return len(shape) > 1 and not name.endswith(("_norm.weight", ".bias", "shortconv.conv.weight"))
 
 
 NO_ROPE = Rope(0, 1.0, "norm")
@@ -97,6 +105,11 @@ class Layer:
         return f"{name}.weight" in self.tensors
 
     @property
+    def n_taps(self) -> int:
+        """Of the convolution that it has in place of attention; 0: it has attention."""
+        return self.tensors.get("shortconv.conv.weight", (0, 0))[1]
+
+    @property
     def attention_norm(self) -> str:
         """The norm through which attention reads x, "" for none."""
         if self.has("attn_norm_2"):
@@ -131,7 +144,8 @@ class Architecture:
     x starts as token_embd * embedding_scale (+ position_embd). A layer computes, each norm only where it has its
     tensor, and every product with its bias where it has one:
         h = norm(x, attn_norm);  q, k, v = W h, of attn_q, attn_k, attn_v or of attn_qkv, which are these three
-        q, k = norm(q, attn_q_norm), norm(k, attn_k_norm), of each head or of the whole row, as the norm is long
+        q, k = norm(q, attn_q_norm), norm(k, attn_k_norm), of each head or of the whole row, as the norm is long; with
+            rope_first after the rotation
         x += norm(W attention(rope(q) * attention_scale, rope(k), v), post_attention_norm)     W: attn_output
         h = norm(x, ffn_norm);  u = activation(W h) * (W h), of ffn_gate and ffn_up, or of both halves of a double
             ffn_up;  u = activation(W h) where there is no gate
@@ -140,6 +154,9 @@ class Architecture:
     With experts, the last two lines are those of each chosen one, times its share, which the router finds from the
     same h by ffn_gate_inp; exp_probs_b counts for the choice alone. A shared expert (ffn_*_shexp) sees every token,
     with the share 1, or sigmoid(ffn_gate_inp_shexp . h).
+    A layer with a convolution in place of attention (n_head_kv is 0) computes
+        b, c, h = the thirds of W h;  h = b * h;  x += W (c * the sum of taps[:, -1 - i] * h, as it was i positions
+            before)                                      W: shortconv.in_proj, shortconv.out_proj; taps: shortconv.conv
     In a parallel layer both blocks read the x that came in, through one norm if there is no ffn_norm.
     logits = output norm(x, output_norm) * logit_scale (+ output.bias).
     A softcapping c > 0 replaces scores or logits y by c * tanh(y / c).
@@ -169,6 +186,7 @@ class Architecture:
     attn_logit_softcapping: float = 0.0
     final_logit_softcapping: float = 0.0
     encoder: bool = False
+    rope_first: bool = False
 
     @property
     def n_head(self) -> int:
@@ -184,6 +202,11 @@ class Architecture:
     def n_ff(self) -> int:
         """Of the widest layer."""
         return max(layer.n_ff for layer in self.layers)
+
+    @property
+    def output_norm(self) -> str:
+        """The norm before the head, which lfm2 calls by the name that encoders have for their first."""
+        return "output_norm" if "output_norm.weight" in self.outer else "token_embd_norm"
 
     @property
     def qkv_bias(self) -> bool:

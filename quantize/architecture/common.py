@@ -57,15 +57,15 @@ class Keys:
             raise self.error(key, f"is {value}, and must be {MOST} or less")
         return value
 
-    def of_layers(self, key: str, n_layer: int, default: int | None = None) -> list[int]:
+    def of_layers(self, key: str, n_layer: int, default: int | None = None, least: int = 1) -> list[int]:
         """An integer of each layer: the file has one for all, or an array."""
         value = self.raw(key)
         if not isinstance(value, list) or len(set(map(str, value))) < 2:
             return [self.integer(key, default)] * n_layer
         if len(value) != n_layer:
             raise self.error(key, f"has {len(value)} entries for {n_layer} layers")
-        if any(type(entry) is not int or not 1 <= entry <= MOST for entry in value):
-            raise self.error(key, "holds what is no positive integer of 32 bits")
+        if any(type(entry) is not int or not least <= entry <= MOST for entry in value):
+            raise self.error(key, f"holds what is no integer of {least} or more, of 32 bits")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -96,6 +96,7 @@ def describe(
     activation: Activation = "silu",
     parallel: bool = False,
     experts: Experts | None = None,
+    taps: int = 0,
 ) -> Architecture:
     """The description of a family whose layers are alike but for their sizes.
 
@@ -107,6 +108,7 @@ def describe(
     qk_norm:     of q and k: "" none, "head" each head alike, "heads" each head by weights of its own, "row" all at once
     qkv_bias:    whether q, k and v must have biases
     experts:     how they are chosen where the file has some; its sizes count
+    taps:        of the convolution that layers without key-value heads have; 0: all have some
 
     Raises: ModelFileError, UnsupportedFormatError.
     """
@@ -115,12 +117,17 @@ def describe(
     n_layer = keys.integer("block_count")
     if n_layer > len(file.tensors):
         raise keys.error("block_count", f"is {n_layer}, and the file has {len(file.tensors)} tensors")
+    n_next = keys.integer("nextn_predict_layers", default=0, least=0)  # behind the others, to guess tokens ahead
+    if n_next >= n_layer:
+        raise keys.error("nextn_predict_layers", f"is {n_next}, of block_count = {n_layer}")
+    n_layer -= n_next
     n_embd = keys.integer("embedding_length")
     n_head = keys.of_layers("attention.head_count", n_layer)
     groups = keys.raw("attention.head_count_kv") is not None
-    n_head_kv = keys.of_layers("attention.head_count_kv", n_layer) if groups else n_head
+    least = 0 if taps else 1
+    n_head_kv = keys.of_layers("attention.head_count_kv", n_layer, least=least) if groups else n_head
     for all_heads, kv_heads in zip(n_head, n_head_kv, strict=True):
-        if all_heads % kv_heads:
+        if kv_heads and all_heads % kv_heads:
             raise keys.error("attention.head_count", f"is {all_heads}, no multiple of head_count_kv = {kv_heads}")
     head_dim = _head_dim(keys, n_embd, n_head[0])
     n_vocab = _n_vocab(keys)
@@ -129,15 +136,21 @@ def describe(
         stored["attn_q.bias"] = ()
     rope = NO_ROPE if rope_style is None else read_rope(keys, rope_style, _rope_base(keys, rope_base), head_dim)
     layers = []
-    for heads, heads_kv, n_ff in zip(n_head, n_head_kv, keys.of_layers("feed_forward_length", n_layer), strict=True):
-        q, kv = heads * head_dim, heads_kv * head_dim
-        if experts:
-            n_ff = mixture.shared_width(keys, experts, stored)
-            block: Shapes = mixture.tensors(n_embd, n_ff, experts, stored)
+    widths = keys.of_layers("feed_forward_length", n_layer)
+    mixtures = mixture.of_layers(keys, n_layer, experts)
+    for heads, heads_kv, n_ff, own in zip(n_head, n_head_kv, widths, mixtures, strict=True):
+        if heads_kv:
+            mixing = _attention(n_embd, heads * head_dim, heads_kv * head_dim, head_dim, qk_norm, stored)
+        else:
+            mixing = _convolution(n_embd, taps)
+        if own:
+            n_ff = mixture.shared_width(keys, stored)
+            block: Shapes = mixture.tensors(n_embd, n_ff, own, stored)
         else:
             block = _feed_forward(n_embd, n_ff, gated, stored)
-        tensors = _with_biases(_layer_tensors(n_embd, q, kv, head_dim, norms, qk_norm, block, stored), stored, norm)
-        layers.append(Layer(heads, heads_kv, n_ff, tensors, rope, parallel=parallel, experts=experts))
+        tensors = _with_biases(_layer_tensors(n_embd, norms, mixing, block), stored, norm)
+        turned = rope if heads_kv else NO_ROPE
+        layers.append(Layer(heads, heads_kv, n_ff, tensors, turned, parallel=parallel, experts=own))
     return Architecture(
         name=keys.family,
         n_layer=n_layer,
@@ -156,23 +169,33 @@ def describe(
     )
 
 
-def _layer_tensors(
-    n_embd: int,
-    q: int,
-    kv: int,
-    head_dim: int,
-    norms: Sequence[str],
-    qk_norm: QkNorm,
-    block: Shapes,
-    stored: Shapes,
-) -> Shapes:
+def _layer_tensors(n_embd: int, norms: Sequence[str], mixing: Shapes, block: Shapes) -> Shapes:
     """Names and shapes of a layer's weights, in the order of the computation.
 
-    q, kv:   elements of all heads of q, and of those of k
+    mixing:  of attention, or of what a layer has in its place
     block:   of the feed-forward block
-    stored:  what some layer of the file has: fused tensors take the place of their parts
     """
     shapes: dict[str, tuple[int, ...]] = {name: (n_embd,) for name in ("attn_norm", "attn_norm_2") if name in norms}
+    shapes |= mixing
+    shapes |= {name: (n_embd,) for name in ("post_attention_norm", "attn_output_norm", "ffn_norm") if name in norms}
+    shapes |= block
+    shapes |= {name: (n_embd,) for name in ("post_ffw_norm", "layer_output_norm") if name in norms}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def _convolution(n_embd: int, taps: int) -> Shapes:
+    return {
+        "shortconv.in_proj": (3 * n_embd, n_embd),
+        "shortconv.conv": (n_embd, taps),
+        "shortconv.out_proj": (n_embd, n_embd),
+    }
+
+
+def _attention(n_embd: int, q: int, kv: int, head_dim: int, qk_norm: QkNorm, stored: Shapes) -> Shapes:
+    """q, kv:   elements of all heads of q, and of those of k
+    stored:  what some layer of the file has: fused tensors take the place of their parts
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
     if "attn_qkv.weight" in stored:
         shapes["attn_qkv"] = (q + 2 * kv, n_embd)
     else:
@@ -183,10 +206,7 @@ def _layer_tensors(
     if "attn_sinks.weight" in stored:
         shapes["attn_sinks"] = (q // head_dim,)
     shapes["attn_output"] = (n_embd, q)
-    shapes |= {name: (n_embd,) for name in ("post_attention_norm", "attn_output_norm", "ffn_norm") if name in norms}
-    shapes |= block
-    shapes |= {name: (n_embd,) for name in ("post_ffw_norm", "layer_output_norm") if name in norms}
-    return {f"{name}.weight": shape for name, shape in shapes.items()}
+    return shapes
 
 
 def _feed_forward(n_embd: int, n_ff: int, gated: bool, stored: Shapes) -> Shapes:

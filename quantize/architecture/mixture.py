@@ -55,12 +55,18 @@ def read(keys: Keys, habits: Experts | None) -> Experts | None:
     )
 
 
-def shared_width(keys: Keys, experts: Experts, stored: Shapes) -> int:
-    """n_ff of the expert that sees every token; 0: there is none."""
+def of_layers(keys: Keys, n_layer: int, experts: Experts | None) -> list[Experts | None]:
+    """Which layers are mixtures: not the leading dense ones, and of the others one of so many."""
+    leading = keys.integer("leading_dense_block_count", default=0, least=0)
+    step = keys.integer("interleave_moe_layer_step", default=1)
+    return [experts if i >= leading and (i + 1) % step == 0 else None for i in range(n_layer)]
+
+
+def shared_width(keys: Keys, stored: Shapes) -> int:
+    """n_ff of the expert that sees every token, or of all of these together; 0: there is none."""
     if "ffn_up_shexp.weight" not in stored:
         return 0
-    key = "expert_shared_feed_forward_length"
-    return keys.integer(key, default=experts.n_ff)
+    return keys.integer("expert_shared_feed_forward_length", default=stored["ffn_up_shexp.weight"][0])
 
 
 def tensors(n_embd: int, n_shared: int, experts: Experts, stored: Shapes) -> dict[str, tuple[int, ...]]:

@@ -56,10 +56,10 @@ def read_rope(keys: Keys, style: Literal["norm", "neox"], base: float, head_dim:
             file.tensor(name)
     if long is None or short is None:
         return replace(rope, scale=1 / factor)
-    return replace(rope, scale=1 / factor, factors=short, long_factors=long, n_ctx_original=_original(keys))
+    return replace(rope, scale=1 / factor, factors=short, long_factors=long, n_ctx_original=original_context(keys))
 
 
-def _original(keys: Keys) -> int:
+def original_context(keys: Keys) -> int:
     """Positions that the model was trained on before its context was stretched."""
     return keys.integer("rope.scaling.original_context_length", default=keys.integer("context_length"))
 
@@ -68,7 +68,7 @@ def _yarn(keys: Keys, rope: Rope, factor: float) -> Rope:
     """Long waves are stretched by the factor, short ones are not, with a ramp between."""
     extrapolation = keys.file.get(keys.name("rope.scaling.yarn_ext_factor"), float, -1.0)
     mix = 1.0 if extrapolation < 0 else extrapolation
-    n_ctx, n = _original(keys), rope.n_dims
+    n_ctx, n = original_context(keys), rope.n_dims
 
     def dimension(turns: float) -> float:
         """Which wave turns so often in the original context."""

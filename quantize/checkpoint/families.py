@@ -61,6 +61,7 @@ class Family:
     settings:     a common key of config.json -> the family's name of it
     eps:          config.json's key of the norms' epsilon; one that does not begin with "rms" is of layer norms
     numbers:      GGUF's key -> config.json's, of numbers that the family has besides
+    counts:       GGUF's key -> config.json's, of integers
     demanded:     values of config.json that GGUF takes for granted
     windows:      of so many layers the last one sees the whole text, 1: none does, where config.json has a window
     partial:      the share of a head that is rotated where config.json does not say; None: always all of it
@@ -85,6 +86,7 @@ class Family:
     settings: Mapping[str, str] = field(default_factory=dict)
     eps: str = "rms_norm_eps"
     numbers: Mapping[str, str] = field(default_factory=dict)
+    counts: Mapping[str, str] = field(default_factory=dict)
     demanded: Mapping[str, Any] = field(default_factory=dict)
     windows: int = 0
     partial: float | None = None
@@ -132,6 +134,22 @@ def _of_smollm3(config: Config) -> dict[str, Any]:
     if rotated is not None and rotated != [(i + 1) % 4 != 0 for i in range(len(rotated))]:
         raise UnsupportedFormatError(f"{config.path}: no_rope_layers are others than GGUF's smollm3 leaves unrotated.")
     return {}
+
+
+def _of_mistral3(config: Config) -> dict[str, Any]:
+    fields = config.get("rope_parameters", {})
+    scale = fields.get("llama_4_scaling_beta") if isinstance(fields, dict) else None
+    return {} if scale is None else {"llama_4_scaling_beta": scale}
+
+
+def _of_lfm2(config: Config) -> dict[str, Any]:
+    """Its width follows from the one that config.json states."""
+    width = config.integer("block_ff_dim", config.get("intermediate_size"))
+    if config.get("block_auto_adjust_ff_dim", True):
+        width = int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+        multiple = config.integer("block_multiple_of", 256)
+        width = -(-width // multiple) * multiple
+    return {"intermediate_size": width}
 
 
 _GEMMA_NORMS = {
@@ -188,13 +206,14 @@ _LLAMA = Family(
     llama_keys=True,
     scalings=("llama3",),
 )
+_ALL_BIASES = {
+    **_OUTPUT_BIASES,
+    **_with_biases({f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}),
+}
 _GRANITE = Family(
     "granite",
     ("GraniteForCausalLM",),
-    layer_names={
-        **_OUTPUT_BIASES,
-        **_with_biases({f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}),
-    },
+    layer_names=_ALL_BIASES,
     rotated=True,
     numbers={
         "embedding_scale": "embedding_multiplier",
@@ -207,12 +226,33 @@ _GRANITE = Family(
         ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
     ),
 )
+_POST_NORMS = {name: _GEMMA_NORMS[name] for name in _GEMMA_NORMS if name.startswith("post")}
 _EXPERTS = {
     "mlp.gate.weight": "ffn_gate_inp.weight",
     **{f"mlp.experts.*.{part}_proj.weight": f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")},
 }
 _EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 _N_EXPERT = {"num_experts": "num_local_experts"}
+_LFM2 = Family(
+    "lfm2",
+    ("Lfm2ForCausalLM",),
+    layer_names={
+        "operator_norm.weight": "attn_norm.weight",
+        "ffn_norm.weight": "ffn_norm.weight",
+        "self_attn.out_proj.weight": "attn_output.weight",
+        "self_attn.q_layernorm.weight": "attn_q_norm.weight",
+        "self_attn.k_layernorm.weight": "attn_k_norm.weight",
+        **{f"conv.{part}.weight": f"shortconv.{part}.weight" for part in ("in_proj", "conv", "out_proj")},
+        **{f"feed_forward.w{i}.weight": f"ffn_{part}.weight" for i, part in ((1, "gate"), (3, "up"), (2, "down"))},
+    },
+    outer_names={"embedding_norm.weight": "token_embd_norm.weight"},
+    tied_head=True,
+    settings={"rms_norm_eps": "norm_eps"},
+    counts={"shortconv.l_cache": "conv_L_cache"},
+    demanded={"conv_bias": False},
+    defaults={"tie_word_embeddings": True, "norm_eps": 1e-5, "conv_L_cache": 3},
+    derived=_of_lfm2,
+)
 
 FAMILIES = (
     _LLAMA,
@@ -385,9 +425,53 @@ FAMILIES = (
     Family(
         "olmo2",
         ("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
-        layer_names={name: _GEMMA_NORMS[name] for name in _GEMMA_NORMS if name.startswith("post")},
+        layer_names=_POST_NORMS,
         windows=4,
     ),
+    Family("exaone4", ("Exaone4ForCausalLM",), layer_names=_POST_NORMS, windows=4, scalings=("llama3",)),
+    Family(
+        "seed_oss",
+        ("SeedOssForCausalLM",),
+        layer_names={**_OUTPUT_BIASES, "post_attention_layernorm.weight": "post_attention_norm.weight"},
+        head_size=128,
+    ),
+    Family("ernie4_5", ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), layer_names=_ALL_BIASES, head_size=128),
+    Family(
+        "hunyuan-dense",
+        ("HunYuanDenseV1ForCausalLM",),
+        layer_names={
+            "self_attn.query_layernorm.weight": "attn_q_norm.weight",
+            "self_attn.key_layernorm.weight": "attn_k_norm.weight",
+        },
+    ),
+    Family(
+        "mistral3",
+        ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
+        rotated=True,
+        numbers={"attention.temperature_scale": "llama_4_scaling_beta"},
+        llama_keys=True,
+        derived=_of_mistral3,
+    ),
+    _LFM2,
+    replace(
+        _LFM2,
+        name="lfm2moe",
+        classes=("Lfm2MoeForCausalLM",),
+        layer_names={
+            **_LFM2.layer_names,
+            "feed_forward.gate.weight": "ffn_gate_inp.weight",
+            "feed_forward.expert_bias": "exp_probs_b.bias",
+            "feed_forward.experts.*.w1.weight": "ffn_gate_exps.weight",
+            "feed_forward.experts.*.w3.weight": "ffn_up_exps.weight",
+            "feed_forward.experts.*.w2.weight": "ffn_down_exps.weight",
+        },
+        counts={**_LFM2.counts, "leading_dense_block_count": "num_dense_layers", "expert_gating_func": "gating"},
+        numbers={"expert_weights_scale": "routed_scaling_factor"},
+        demanded={"norm_topk_prob": True, "use_expert_bias": True, "conv_bias": False},
+        defaults={**_LFM2.defaults, "gating": 2},
+        derived=None,
+    ),
+    Family("chatglm", ("GlmForCausalLM",), layer_names=_FUSED_GATE, partial=0.5),
     Family(
         "stablelm",
         ("StableLmForCausalLM",),

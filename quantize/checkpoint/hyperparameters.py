@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from edgert.errors import UnsupportedFormatError
 from edgert.quantize.checkpoint.config import Config, load_json
 from edgert.quantize.checkpoint.families import Family
@@ -75,7 +77,7 @@ def architecture_keys(
         "embedding_length": Value.u32(sizes.n_embd),
         "feed_forward_length": Value.u32(sizes.n_ff),
         "attention.head_count": Value.u32(sizes.n_head),
-        "attention.head_count_kv": Value.u32(sizes.n_head_kv),
+        "attention.head_count_kv": _kv_heads(config, sizes),
         **rope.keys,
         f"attention.layer_norm_{'rms_' * family.eps.startswith('rms')}epsilon": Value.f32(
             config.number(family.eps, 1e-6 if family.eps.startswith("rms") else 1e-5)
@@ -87,6 +89,8 @@ def architecture_keys(
     if family.llama_keys:
         keys["vocab_size"] = Value.u32(sizes.n_vocab)
         keys["rope.dimension_count"] = Value.u32(sizes.head_dim)
+    for key, setting in family.counts.items():
+        keys[key] = Value.u32(config.integer(setting, least=0))
     for key, setting in family.numbers.items():
         value = config.get(setting)
         if isinstance(value, bool):
@@ -107,6 +111,16 @@ def architecture_keys(
             f"{config.get('sliding_window')} tokens in config.json, so longer texts give other answers"
         )
     return {f"{family.name}.{key}": value for key, value in keys.items()}, rope
+
+
+def _kv_heads(config: Config, sizes: Sizes) -> Value:
+    """One number, or one for each layer where some convolve, which have none."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or "conv" not in kinds:
+        return Value.u32(sizes.n_head_kv)
+    if len(kinds) != sizes.n_layer or set(kinds) - {"conv", "full_attention"}:
+        raise config.error("layer_types", kinds, f"{sizes.n_layer} times conv or full_attention")
+    return Value.array(np.array([sizes.n_head_kv * (kind != "conv") for kind in kinds], np.int32))
 
 
 def _pooling(folder: Path) -> dict[str, Value]:

@@ -160,6 +160,7 @@ def _yarn(config: Config, fields: dict[str, Any], factor: float) -> dict[str, Va
         "rope.scaling.original_context_length": Value.u32(_original(config, fields)),
     }
     for key, names in {
+        "yarn_log_multiplier": ("mscale_all_dim",),
         "yarn_ext_factor": ("extrapolation_factor",),
         "yarn_attn_factor": ("attention_factor", "attn_factor"),
         "yarn_beta_fast": ("beta_fast",),

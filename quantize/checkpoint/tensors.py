@@ -238,8 +238,12 @@ class Mapping:
 
     def _tensor(self, name: str, entry: Entry, sizes: Sizes) -> CheckpointTensor:
         part = name.split(".")[-2]
-        if part == "ffn_gate_inp_shexp":  # a matrix of one row, which GGUF has as a vector
+        if (
+            part in ("ffn_gate_inp_shexp", "exp_probs_b") and len(entry.shape) == 2
+        ):  # one row, which GGUF has as a vector
             entry = replace(entry, shape=entry.shape[1:])
+        elif part == "conv" and len(entry.shape) == 3:  # (channels, 1, taps)
+            entry = replace(entry, shape=(entry.shape[0], entry.shape[2]))
         order = None
         heads = {"attn_q": sizes.n_head, "attn_k": sizes.n_head_kv}.get(part)
         if self.family.rotated and heads and entry.shape[0] == heads * sizes.head_dim:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from llama_oracle import llama_cpp_logits
-from mixtures import MIXTURES, N_EXPERT, N_USED, write_mixture
+from mixtures import MIXTURES, N_EXPERT, N_USED, OTHERS, write_mixture
 from reference import Reference, kl_divergence
 
 from edgert import backends
@@ -64,6 +64,16 @@ def test_llama_cpp_computes_the_same(family: str, tmp_path: Path, open_cpu: Open
     found, expected = logits_of(open_cpu(path)), llama_cpp_logits(path, TOKENS)
     assert kl_divergence(expected, found).mean() < 1e-3
     assert (found.argmax(1) == expected.argmax(1)).mean() > 0.98
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_are_those_of_llama_cpp(family: str, tmp_path: Path, open_cpu: Open) -> None:
+    """Dense layers before the mixtures, shared experts, gates that differ, scaled shares."""
+    path = write_mixture(tmp_path / "m.gguf", family, n_layer=3, quant=Type.F32)
+    found, expected = logits_of(open_cpu(path)), Reference(path).logits(TOKENS)
+    assert kl_divergence(expected, found).mean() < 1e-3
+    assert kl_divergence(expected, llama_cpp_logits(path, TOKENS)).mean() < 1e-3
 
 
 @pytest.mark.parametrize("isa", [None, "avx2", "portable"])

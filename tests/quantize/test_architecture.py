@@ -327,7 +327,7 @@ def test_unknown_family_lists_the_known(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "model.gguf", "mamba")
     with (
         GGUFFile.open(path) as file,
-        pytest.raises(UnsupportedFormatError, match=r"'mamba'.*cohere2.* gemma3, .*llama, .*qwen2, qwen2moe, qwen3"),
+        pytest.raises(UnsupportedFormatError, match=r"'mamba'.*cohere2.* gemma3, .*llama, .*qwen2, qwen2moe, qwen2vl, qwen3"),
     ):
         describe(file)
 

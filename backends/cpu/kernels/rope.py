@@ -35,7 +35,9 @@ ARGUMENTS = (
     "eps",  # float32 bits
     "scale",  # float32 bits: what q is multiplied by
     "means",  # float32 (n_head_kv, head_dim) that refined keys are held less of
+    "scales",  # float32 (n_ctx): by position, in place of `scale`; or 0
 )
+SCALE = ARGUMENTS.index("scale")
 
 
 def build(
@@ -48,12 +50,17 @@ def build(
     type_k: str,
     type_v: str,
     norm: str = "rms",
+    first: str = "norm",
 ) -> Callable[[int, int, int], None]:
-    """A kernel for one shape of heads; units of work are (token, head)."""
+    """A kernel for one shape of heads; units of work are (token, head).
+
+    first:  whether "norm" or "rope" comes first
+    """
     heads, heads_kv, dim, rotated = int(n_head), int(n_head_kv), int(head_dim), int(n_rot)
     apply_norm = emitted(isa, 3, lambda e, x, weight, a: _norm(e, dim, norm == "layer", x, weight, a))
     rotate = emitted(isa, 2, lambda e, x, angles: _rotate(e, rotated, style, x, angles))
-    scale = emitted(isa, 2, lambda e, x, a: _scale(e, dim, x, a))
+    scale = emitted(isa, 2, lambda e, x, factor: _scale(e, dim, x, factor))
+    rotates_first = first == "rope"
     kind_k, kind_v = CACHE_TYPES[type_k], CACHE_TYPES[type_v]
     spread = emitted(isa, 1, lambda e, x: rotate_head(e, dim, x))
     write_key = emitted(isa, 3, lambda e, *a: write(e, kind_k, "k", dim, *a))
@@ -74,16 +81,18 @@ def build(
                 weight = word(a, 11) + head * word(a, 13)
                 if head >= heads:
                     weight = word(a, 12) + (head - heads) * word(a, 13)
+                if rotates_first:
+                    rotate(x, word(a, 10) + token * rotated * 4)
                 if word(a, 11):
                     apply_norm(x, weight, a)
-                if rotated:
+                if rotated and not rotates_first:
                     rotate(x, word(a, 10) + token * rotated * 4)
                 if spread_keys:
                     spread(x)
-            if head < heads:
-                scale(x, a)
-                continue
             position = word(word(a, 3), token)
+            if head < heads:
+                scale(x, word(a, 17) + position * 4 if word(a, 17) else a + 8 * SCALE)
+                continue
             row = word(word(a, 4), token) * word(a, 6)
             page = int32_at(word(a, 5), row + position // PAGE)
             place = position % PAGE
@@ -154,12 +163,12 @@ def _rotate(e: Emitter, rotated: int, style: str, x: Value, angles: Value) -> No
             e.store(e.shuffle(new_first, new_second, mixed), x, e.mul(at, 2))
 
 
-def _scale(e: Emitter, dim: int, x: Value, arguments: Value) -> None:
+def _scale(e: Emitter, dim: int, x: Value, factor: Value) -> None:
     vector = _vector(e, dim)
-    factor = e.splat(e.load(F32, arguments, 8 * ARGUMENTS.index("scale")), vector.count)
+    factors = e.splat(e.load(F32, factor), vector.count)
     with e.loop(0, dim, vector.count) as k:
         at = e.mul(k, 4)
-        e.store(e.b.fmul(e.load(vector, x, at), factor), x, at)
+        e.store(e.b.fmul(e.load(vector, x, at), factors), x, at)
 
 
 def _subtract(e: Emitter, dim: int, x: Value, mean: Value) -> None:
