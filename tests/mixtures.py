@@ -65,13 +65,14 @@ def write_mixture(
     if family in SHARED:
         keys[f"{family}.expert_shared_feed_forward_length"] = n_shared
     if family in OTHERS:
-        keys |= {f"{family}.expert_shared_count": 1, f"{family}.expert_weights_scale": 1.5}
+        keys[f"{family}.expert_shared_count"] = 1
         keys |= {f"{family}.leading_dense_block_count": int(family in DENSE_FIRST)}
         keys |= {f"{family}.interleave_moe_layer_step": 1, f"{family}.attention.key_length": head_dim}
-        keys |= {f"{family}.attention.value_length": head_dim, f"{family}.expert_weights_norm": family == "glm4moe"}
+        keys[f"{family}.attention.value_length"] = head_dim
     if family in ("deepseek", "bailingmoe", "glm4moe"):  # llama.cpp takes the width of an expert for it
         n_shared = n_ff
         keys[f"{family}.expert_shared_feed_forward_length"] = n_ff
+        keys |= {f"{family}.expert_weights_scale": 1.5, f"{family}.expert_weights_norm": family == "glm4moe"}
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (n_vocab, n_embd)}
     for i in range(n_layer):
         layer: dict[str, tuple[int, ...]] = {

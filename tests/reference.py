@@ -50,8 +50,8 @@ class Reference:
             self.cache[name] = values
         return values
 
-    def logits(self, tokens: Sequence[int], last: bool = False) -> Floats:
-        """Token ids (n,) -> logits (n, n_vocab) after each token, or (1, n_vocab) after the last one."""
+    def states(self, tokens: Sequence[int], last: bool = False) -> Floats:
+        """Token ids (n,) -> what the head reads after each, (n, n_embd), or after the last one."""
         a = self.architecture
         x = self.weight("token_embd.weight", np.asarray(tokens)) * self.dtype(a.embedding_scale)  # (n, n_embd)
         if "position_embd.weight" in a.outer:
@@ -60,7 +60,11 @@ class Reference:
             x = self.layer(i, layer, x)
         if last:
             x = x[-1:]
-        x = self.norm(x, a.output_norm) * self.dtype(a.logit_scale)
+        return self.norm(x, a.output_norm) * self.dtype(a.logit_scale)
+
+    def logits(self, tokens: Sequence[int], last: bool = False) -> Floats:
+        """Token ids (n,) -> logits (n, n_vocab) after each token, or (1, n_vocab) after the last one."""
+        a, x = self.architecture, self.states(tokens, last)
         head = "token_embd.weight" if a.tied_head else "output.weight"
         logits = np.empty((len(x), a.n_vocab), self.dtype)
         for start in range(0, a.n_vocab, HEAD_ROWS):

@@ -26,7 +26,7 @@ BIASES = {
     f"{name}.bias": RNG.normal(0, 0.2, N_EMBD).astype(np.float32)
     for name in ("output_norm", *(f"blk.{i}.{part}_norm" for i in range(N_LAYER) for part in ("attn", "ffn")))
 }
-SECTIONS = {"rope.dimension_sections": [4, 6, 6, 0]}
+SECTIONS = {"rope.dimension_sections": [6, 5, 5, 0]}
 LAYER_NORM = {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 1e-5}
 # family -> its keys beside a llama's, and options of write_tiny
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "internlm2": ({}, {}),
     "minicpm": ({}, {}),
     "orion": (LAYER_NORM, {"n_head_kv": 4, "weights": BIASES}),
-    "qwen2vl": (SECTIONS, {"bias": True}),
+    "qwen2vl": (SECTIONS, {"bias": True, "eps": 1e-9}),  # llama.cpp does not read it here
     "qwen3vl": (SECTIONS, {}),
     "xverse": ({}, {"n_head_kv": 4}),
 }

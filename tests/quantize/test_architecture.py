@@ -327,14 +327,16 @@ def test_unknown_family_lists_the_known(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "model.gguf", "mamba")
     with (
         GGUFFile.open(path) as file,
-        pytest.raises(UnsupportedFormatError, match=r"'mamba'.*cohere2.* gemma3, .*llama, .*qwen2, qwen2moe, qwen2vl, qwen3"),
+        pytest.raises(
+            UnsupportedFormatError, match=r"'mamba'.*cohere2.* gemma3, .*llama, .*qwen2, qwen2moe, qwen2vl, qw"
+        ),
     ):
         describe(file)
 
 
 def test_families_are_those_on_disk() -> None:
     files = {path.stem for path in Path(architecture.__file__).parent.glob("*.py")}
-    families = {family.replace("-", "_") for family in architecture.FAMILIES}
+    families = set(architecture.FAMILIES.values())
     assert files - {"__init__", "base", "checks", "mixture", "common", "rope"} == families
 
 
