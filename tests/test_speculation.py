@@ -23,7 +23,7 @@ from edgert.options import SamplingParams
 from edgert.reply import Reply
 from edgert.speculation import Speculator, tuning
 from edgert.speculation.draft_model import REACH, DraftModel
-from edgert.speculation.economics import Costs, Odds, Source
+from edgert.speculation.economics import Costs, Line, Odds, Source
 from edgert.speculation.ngram import NgramMemory
 
 Logits = Callable[[list[int]], NDArray[np.float32]]
@@ -390,6 +390,59 @@ def test_costs_follow_the_machine_and_keep_their_proportions() -> None:
     assert costs[4] / costs[1] == pytest.approx(1.2, rel=0.1)
     costs.learn(1, 3000.0)  # a step that was held up
     assert costs[1] < 3.5
+
+
+def test_costs_from_a_busy_moment_are_mended_by_a_few_steps() -> None:
+    """Measured beside other programs all sizes seemed alike; what is learned of some reaches the larger ones."""
+    true = [1.0, 1.05, 1.15, 1.25, 1.5, 1.6, 2.0, 2.1]
+    costs = Costs([6.0] * 8, seen=0.5)
+    for n in 2 * (1, 4, 4, 6, 4, 4, 6, 6):
+        costs.learn(n, true[n - 1])
+    assert costs[6] / costs[1] > 1.05 and costs[8] >= costs[7] >= costs[6]
+    for n in 20 * (1, 2, 4, 6):
+        costs.learn(n, true[n - 1])
+    for n in (1, 2, 4, 6):
+        assert costs[n] == pytest.approx(true[n - 1], rel=0.1)
+    dear = Costs([1.0, 4.0, 7.0, 10.0], seen=0.5)
+    assert not dear.known(4)
+    for _ in range(12):
+        dear.learn(4, 1.3)
+    assert dear.known(4) and dear[2] <= dear[3] <= dear[4] < 1.6
+    dear.learn(4, 400.0)
+    assert dear[4] < 1.6
+
+
+def test_the_cost_of_a_guess_is_a_line_through_those_seen() -> None:
+    line = Line(1.0, 1.0)
+    for i in range(60):
+        line.learn(1 + i % 4, 2.0 + 0.5 * (1 + i % 4))
+    assert line.step == pytest.approx(0.5, rel=0.05)
+    line.learn(1, 1000.0)
+    assert line.step < 1.0
+    same = Line(1.0, 1.0)
+    for _ in range(500):
+        same.learn(3, 6.0)
+    assert 0 < same.step <= 2.0
+
+
+def test_a_text_that_gives_nothing_to_guess_is_left_alone() -> None:
+    """Random words: most steps are not even looked at, and a new request is."""
+    backend, asked = Chancy(n_ctx=300), []
+
+    class Watched(Speculator):
+        def propose(self, tasks: Any, room: int) -> list[int]:
+            asked.append(len(tasks))
+            return super().propose(tasks, room)
+
+    speculator = Watched(backend.n_ctx, 1, Costs([1.0, 2.0, 3.0, 4.0, *(5.0 + i for i in range(20))]))
+    tokenizer: Any = FakeTokenizer()
+    with Model(backend, tokenizer, None, SamplingParams(temperature=0), speculator=speculator) as model:
+        noise: dict[str, Any] = {"temperature": 50.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True}
+        model.generate("abc", seed=1, max_tokens=250, **noise)
+        assert 15 < len(asked) < 100
+        asked.clear()
+        model.generate("xyz", seed=2, max_tokens=5, **noise)
+        assert len(asked) >= 3
 
 
 def test_costs_are_measured_and_nothing_stays_in_the_cache() -> None:

@@ -83,6 +83,8 @@ class Lockstep:
         self._account()
         self.tasks.append(task)
         self._n_readings += isinstance(task, Reading)
+        if self._speculator:
+            self._speculator.wake()
 
     def leave(self, task: Task) -> None:
         """Lets a task go, before its slot is released."""
@@ -91,6 +93,8 @@ class Lockstep:
             self._window = None
         self.tasks.remove(task)
         self._n_readings -= isinstance(task, Reading)
+        if self._speculator:
+            self._speculator.wake()
         if task.done and isinstance(task, Generation):
             if self._speculator and self._shared_by_users:
                 self._speculator.remember(task.slot, task.n_reused)
@@ -111,7 +115,7 @@ class Lockstep:
 
     def _evaluate(self, parts: list[tuple[Task, int, int]]) -> None:
         """One batch, whose logits are handed out."""
-        guessed = self._guess(parts) if self._speculator else None
+        guessed = self._guess(parts)
         began = perf_counter()
         try:
             logits, row = self._forward(guessed or parts), 0
@@ -207,9 +211,11 @@ class Lockstep:
             task.fail(error)
 
     def _guess(self, parts: list[tuple[Task, int, int]]) -> list[tuple[Generation, int, int]] | None:
-        """The same parts with guesses to check; None unless all wait for their next token."""
+        """The same parts with guesses to check; None unless all wait for their next token and something is tried."""
+        if not self._speculator or self._speculator.idle:
+            return None
         tasks = [task for task, _, _ in parts if isinstance(task, Generation) and task.slot.pending == 1]
-        if len(tasks) < len(parts) or not self._speculator:
+        if len(tasks) < len(parts):
             return None
         room = min(self._backend.n_batch, len(self._speculator.costs)) - len(tasks)
         counts = self._speculator.propose(tasks, room)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import insort
 from collections.abc import Sequence
 from time import perf_counter
 
@@ -14,33 +16,46 @@ class Costs:
     """Seconds that a step takes, by its rows; `costs[n]` for n from 1 to the length of what was given.
 
     The proportions between sizes change slowly and the level quickly, so that a size that is not in use is not
-    thought dear because the machine was busy when it was measured. What a size was first thought to cost gives way
-    to the first steps of that size, since the machine may have been busy then too.
+    thought dear because the machine was busy when it was measured. A step that surprises is laid to the level as far
+    as its size is known, and to the size as far as it is not. No size is cheaper than a smaller one: of two that say
+    so, the one seen less often gives way, so that what is learned of sizes in use reaches the others.
+
+    seen:  how many steps of each size the seconds stand for
     """
 
-    def __init__(self, seconds: Sequence[float]) -> None:
+    LATELY = 3  # steps of a size of which the middle one counts: a single one that was held up says nothing
+
+    def __init__(self, seconds: Sequence[float], seen: float = 2.0) -> None:
         self._level = seconds[0]
         self._shape = [s / seconds[0] for s in seconds]
-        self._seen = [0] * len(seconds)
+        self._seen = [seen] * len(seconds)
+        self._late: list[list[float]] = [[] for _ in seconds]
+        self._n_steps = seen
 
     @classmethod
     def measure(cls, backend: Backend, n_most: int, budget: float = 0.04) -> Costs:
         """Times steps of an idle backend; sizes between are interpolated, as are those that the budget (seconds) leaves
-        no time for."""
-        sizes = [n for n in (1, 2, 4, 8, 9, 16) if n <= n_most]
-        found: dict[int, float] = {}
-        began, turn = perf_counter(), 0
-        while turn < 2 or (turn < 8 and perf_counter() - began < budget):
+        no time for. Where other programs disturb it goes on for some budgets, and what never comes out twice alike is
+        believed less."""
+        sizes = [n for n in (1, 2, 4, 6, 8, 9, 16) if n <= n_most]
+        times: dict[int, list[float]] = {n: [] for n in sizes}
+        began, turn, alike = perf_counter(), 0, False
+
+        def spent() -> float:
+            return perf_counter() - began
+
+        while turn < 2 or (turn < 8 and spent() < (budget if alike else 6 * budget)):
             for n in sizes:
                 start = perf_counter()
                 backend.forward(Batch.of([0] * n, 0, wanted="all"))
-                seconds = perf_counter() - start
+                insort(times[n], perf_counter() - start)  # what is measured beside other programs is too much
                 backend.truncate(0, 0)
-                found[n] = min(seconds, found.get(n, seconds))  # what is measured beside other programs is too much
-                if len(found) > 3 and perf_counter() - began > 8 * budget:
-                    return cls(_interpolated(found, n_most))
+                if spent() > 8 * budget and sum(map(bool, times.values())) > 3:
+                    turn = 8  # a large model
+                    break
             turn += 1
-        return cls(_interpolated(found, n_most))
+            alike = all(len(t) > 1 and t[1] < 1.08 * t[0] for t in times.values())
+        return cls(_interpolated({n: t[0] for n, t in times.items() if t}, n_most), 2.0 if alike else 0.5)
 
     def __len__(self) -> int:
         return len(self._shape)
@@ -48,15 +63,50 @@ class Costs:
     def __getitem__(self, n: int) -> float:
         return self._level * self._shape[min(n, len(self._shape)) - 1]
 
+    def known(self, n: int) -> bool:
+        """Whether what n rows cost has been seen often enough to go by it."""
+        return self._seen[min(n, len(self._shape)) - 1] >= 2
+
     def learn(self, n: int, seconds: float) -> None:
-        """Takes in a step's time; a single one that was held up counts little."""
-        if n <= len(self._shape):
-            error = min(max(seconds / self[n] - 1, -0.3), 0.3)
-            self._level *= 1 + 0.2 * error
-            if n > 1:
-                self._seen[n - 1] += 1
-                share = max(0.02, 0.5 / (1 + self._seen[n - 1]))
-                self._shape[n - 1] = max(1.0, self._shape[n - 1] * (1 + share * error))
+        """Takes in a step's time."""
+        shape = self._shape
+        if n > len(shape):
+            return
+        late = self._late[n - 1]
+        late.append(max(seconds, 1e-9) / self._level)
+        if len(late) > self.LATELY:
+            del late[0]
+        error = math.log(sorted(late)[(len(late) - 1) // 2] / shape[n - 1])
+        error = min(max(error, -1.0), 1.0)
+        self._n_steps += 1
+        share = 0.0
+        if n > 1:
+            self._seen[n - 1] += 1
+            share = max(0.1, 1 / (1 + self._seen[n - 1]))
+            changed = shape[n - 1] * math.exp(share * error)
+            shape[n - 1] = max(1.0, changed)
+            if changed < 1.0:  # no size is cheaper than one row: it is the level that is too high
+                share = 0.0
+            self._straighten(n - 1)
+        self._level *= math.exp((1 - share) * max(0.2, 1 / (1 + self._n_steps)) * error)
+
+    def _straighten(self, place: int) -> None:
+        """Makes the other sizes agree with that at `place`, which has changed, or it with them."""
+        shape, seen = self._shape, self._seen
+        for other in range(place + 1, len(shape)):
+            if shape[other] >= shape[place]:
+                break
+            if seen[other] > seen[place]:
+                shape[place] = shape[other]
+                break
+            shape[other] = shape[place]
+        for other in range(place - 1, 0, -1):
+            if shape[other] <= shape[place]:
+                break
+            if seen[other] > seen[place]:
+                shape[place] = shape[other]
+                break
+            shape[other] = shape[place]
 
 
 def _interpolated(found: dict[int, float], n_most: int) -> list[float]:
@@ -71,6 +121,34 @@ def _interpolated(found: dict[int, float], n_most: int) -> list[float]:
         value = found[b] + slope * (n - b)
         result.append(max(value, result[-1] if result else 0.0))
     return result
+
+
+class Line:
+    """Seconds by the number of steps, as a straight line through what was seen, the latest counting most.
+
+    first, step:  what is believed before anything was seen: seconds of no step at all, and of each
+    """
+
+    MEMORY = 0.98
+
+    def __init__(self, first: float, step: float) -> None:
+        self.step = step
+        self._sums = [0.0] * 5  # of 1, x, y, x * x, x * y
+        for x in (1, 8):
+            self._add(x, first + x * step)
+
+    def _add(self, x: int, y: float) -> None:
+        for i, value in enumerate((1.0, x, y, x * x, x * y)):
+            self._sums[i] = self.MEMORY * self._sums[i] + value
+
+    def learn(self, steps: int, seconds: float) -> None:
+        """Takes in a guess; one that was held up counts as twice what was expected."""
+        n, x, y, xx, xy = self._sums
+        self._add(steps, min(seconds, 2 * max(y / n + self.step * (steps - x / n), y / n)))
+        n, x, y, xx, xy = self._sums
+        spread = n * xx - x * x
+        if spread > 0.1 * n * n:
+            self.step = min(max((n * xy - x * y) / spread, 0.2 * y / x), y / x)
 
 
 class Odds:
@@ -105,12 +183,13 @@ class Source:
     """
 
     FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
+    HELD_UP = 4.0  # times the usual cost: more says nothing about the guesses
 
     def __init__(self, gained: float, cost: float) -> None:
         self.gained, self.cost = gained, cost
-        self._rounds = self._hits = 0
+        self._rounds = self._hits = self._unsure = 0
         self._pause = self.FIRST_PAUSE
-        self._wait = 0
+        self.wait = 0  # steps until it is to be tried
 
     def net(self, pace: float) -> float:
         """Tokens gained in a step beyond those that its time would give at `pace` (tokens a second)."""
@@ -119,26 +198,31 @@ class Source:
     @property
     def ready(self) -> bool:
         """Whether it is to be tried in this step."""
-        return self._wait == 0
+        return self.wait == 0
 
-    def rest(self) -> None:
-        """Lets a step of its pause go by."""
-        self._wait = max(0, self._wait - 1)
+    def rest(self, steps: int = 1) -> None:
+        """Lets some steps of its pause go by."""
+        self.wait = max(0, self.wait - steps)
 
     def give_up(self) -> None:
         """Pauses for as long as it may."""
-        self._wait, self._rounds, self._hits = self.LONGEST_PAUSE, 0, 0
+        self.wait, self._rounds, self._hits, self._unsure = self.LONGEST_PAUSE, 0, 0, 0
 
-    def learn(self, accepted: int, seconds: float, plain_pace: float) -> None:
-        """Takes in a step in which it was tried, and pauses if it does not pay: the longer, the more often in a row."""
+    def learn(self, accepted: int, seconds: float, plain_pace: float, *, sure: bool = True) -> None:
+        """Takes in a step in which it was tried, and pauses if it does not pay: the longer, the more often in a row.
+
+        sure:  whether it was sure enough of a guess to have it checked
+        """
         self._rounds += 1
         self._hits += accepted
+        self._unsure += not sure
         share = max(1 / (self._rounds + 0.5), 0.06)
         self.gained += share * (accepted - self.gained)
-        self.cost += share * (seconds - self.cost)
+        self.cost += share * (min(seconds, self.HELD_UP * self.cost) - self.cost)
         net = self.net(plain_pace)
-        if (self._rounds >= 3 and not self._hits) or (self._rounds >= 10 and net < 0):
-            self._wait, self._rounds, self._hits = self._pause, 0, 0
+        vain = not self._hits and (self._unsure >= 3 or self._rounds >= 6)
+        if vain or (self._rounds >= 10 and net < 0):
+            self.wait, self._rounds, self._hits, self._unsure = self._pause, 0, 0, 0
             self._pause = min(4 * self._pause, self.LONGEST_PAUSE)
         elif self._rounds >= 12 and net > 0.1:
             self._pause = self.FIRST_PAUSE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from edgert.backends.base import Stakes
 from edgert.errors import EdgertError
 from edgert.speculation.draft_model import DraftModel
-from edgert.speculation.economics import Costs, Odds, Source
+from edgert.speculation.economics import Costs, Line, Odds, Source
 from edgert.speculation.ngram import NgramMemory
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 SPEC_MAX = 15  # tokens guessed for one step, unless told otherwise
 MEMORY = 1 << 16  # tokens of ended requests that are remembered
-PATIENCE = 16  # steps without anything found, after which it is looked for in every fourth
+PATIENCE = 16  # steps without anything found, after which it is looked for ever more seldom
+SELDOM = 16  # steps from one search to the next, at most
 LONG_ENOUGH = 5  # agreeing tokens in the present text with which no other text is asked
 # Classes of guesses: by how many tokens agreed before an n-gram's, by the draft model's own probability of its token.
 AGREED = (3, 4, 5, 7, 10, 16, 32)
@@ -54,7 +56,20 @@ class Request:
         self.sampled = sampled
         self.sources = {"ngram": Source(0.5, 0.1 * step_seconds), "draft": Source(1.2, 0.4 * step_seconds)}
         self.now = Guesses()
-        self.misses = 0  # steps in a row in which nothing that was said came again
+        self.misses = 0  # searches in a row in which nothing that was said came again
+        self.unsearched = 0  # steps until it is searched
+
+    def idle_steps(self, draft: bool, ngram: bool) -> int:
+        """Steps in which nothing will be tried, of what there is."""
+        waits = [self.sources["draft"].wait] if draft else []
+        waits += [max(self.sources["ngram"].wait, self.unsearched)] if ngram else []
+        return min(waits, default=SELDOM)
+
+    def rest(self, steps: int) -> None:
+        """Lets so many steps go by."""
+        for source in self.sources.values():
+            source.rest(steps)
+        self.unsearched = max(0, self.unsearched - steps)
 
 
 class Speculator:
@@ -88,7 +103,8 @@ class Speculator:
         self.ended = NgramMemory(MEMORY)
         self.ngram_odds = [Odds(AGREED_ODDS), Odds(AGREED_ODDS)]  # greedy, sampled
         self.draft_odds = [Odds(SURE_ODDS), Odds(SURE_ODDS)]
-        self._draft_step = costs[1] / 10  # seconds
+        self._draft_cost = Line(costs[1] / 15, costs[1] / 20)
+        self._idle = 0  # steps in which nobody guesses
         self._paces: dict[int, tuple[float, float]] = {}  # requests at once -> tokens and seconds of late
         self._began = 0.0
         self._n_rounds = 0
@@ -98,6 +114,18 @@ class Speculator:
         """Tokens a second that n requests have made together lately, at least those of plain steps."""
         tokens, seconds = self._paces.get(n, (0.0, 1.0))
         return max(tokens / seconds, n / self.costs[n])
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is worth a try in the step that begins, which then need not be proposed for nor learned."""
+        if not self._idle:
+            return False
+        self._idle -= 1
+        return True
+
+    def wake(self) -> None:
+        """There are other requests than before."""
+        self._idle = 0
 
     def propose(self, tasks: Sequence[Generation], room: int) -> list[int]:
         """Writes guesses behind the known tokens of each task's slot; returns how many each got.
@@ -123,17 +151,14 @@ class Speculator:
         began, slot = perf_counter(), task.slot
         draft, ngram = request.sources["draft"], request.sources["ngram"]
         draft_ready = self.model is not None and (draft.ready or self.least > 0)
-        if not draft_ready:
-            draft.rest()
+        search = bool(self.texts) and not request.unsearched and (ngram.ready or self.least > 0)
+        request.rest(1)
         count = 0
-        usual = request.misses < PATIENCE or slot.n_tokens % 4 == 0  # a text without repetitions is asked less often
-        if self.texts and usual and (ngram.ready or self.least > 0):
+        if search:
             guess, kinds, net = self._from_memory(slot, request, rows, pace, limit)
             if guess and (not draft_ready or net >= draft.net(pace)):
                 now.source, now.kinds, count = "ngram", kinds, len(guess)
                 slot.tokens[slot.n_tokens : slot.n_tokens + count] = guess
-        elif not ngram.ready:
-            ngram.rest()
         if not count and draft_ready:
             now.source = "draft"
             count = self._from_model(task, request, rows, pace, limit)
@@ -154,6 +179,8 @@ class Speculator:
                 guess, agreed = other, longer
         if not guess:
             request.misses += 1
+            if request.misses >= PATIENCE:  # a text without repetitions
+                request.unsearched = min(request.misses // 4, SELDOM)
             return guess, [], 0.0
         request.misses = 0
         kinds = [bisect_right(AGREED, agreed + i) for i in range(len(guess))]
@@ -174,7 +201,7 @@ class Speculator:
             request.sources["draft"].give_up()
             return 0
         if shares:
-            self._draft_step += 0.1 * ((perf_counter() - began) / len(shares) - self._draft_step)
+            self._draft_cost.learn(len(shares), perf_counter() - began)
         kinds = request.now.kinds
         kinds += [bisect_right(SURE, share) for share in shares]
         count, _ = self._best_length([odds[kind] for kind in kinds], rows, pace)
@@ -205,7 +232,7 @@ class Speculator:
         for count in range(max(self.least, 1), most):
             cost = self.costs[rows + count]
             floors[count] = min(
-                pace * (i * self._draft_step + self.costs[rows + count + i] - cost) / gain
+                pace * (i * self._draft_cost.step + self.costs[rows + count + i] - cost) / gain
                 for i, gain in enumerate(sums, 1)
             )
         return floors
@@ -221,6 +248,12 @@ class Speculator:
             net = gain - pace * (self.costs[rows + i] - cost)
             if net > best:
                 count, best = i, net
+        if not count:  # to learn what is thought dear, if that is a mere belief
+            run = 0
+            for i, chance in enumerate(itertools.accumulate(chances, operator.mul), 1):
+                run = i if chance > 0.5 else run
+            if run and not self.costs.known(rows + run):
+                return run, 0.0
         return count, best
 
     def learn(self, tasks: Sequence[Generation], counts: Sequence[int]) -> None:
@@ -240,12 +273,18 @@ class Speculator:
             now = request.now
             if not self.least:
                 share = extra * count / guessed if guessed else 0.0
-                request.sources[now.source].learn(accepted, now.seconds + share, plain)
+                request.sources[now.source].learn(accepted, now.seconds + share, plain, sure=count > 0)
             odds = (self.ngram_odds if now.source == "ngram" else self.draft_odds)[request.sampled]
             for i, kind in enumerate(now.kinds[: accepted + 1]):
                 odds.learn(kind, i < accepted)
         tokens, of = self._paces.get(n, (0.0, 0.0))
         self._paces[n] = 0.98 * tokens + made, 0.98 * of + seconds
+        if not guessed and not self.least:
+            requests = [task.guessing for task in tasks if task.guessing]
+            drafts, searches = self.model is not None, bool(self.texts)
+            self._idle = min((request.idle_steps(drafts, searches) for request in requests), default=0)
+            for request in requests:
+                request.rest(self._idle)
 
     def remember(self, slot: Slot, start: int) -> None:
         """Keeps a text that has ended, from token `start` on."""
