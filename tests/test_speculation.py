@@ -303,7 +303,7 @@ def test_sampled_replies_follow_the_targets_distribution(kind: str) -> None:
     parameters: dict[str, Any] = {"temperature": 0.7, "top_k": 3, "top_p": 1.0, "min_p": 0.0, "max_tokens": 3}
     backend = Chancy()
     draft = Chancy(1.5) if kind == "draft" else None
-    n_runs, counts, guessed = 2000, {}, 0
+    n_runs, counts, guessed, accepted = 2000, dict[tuple[int, ...], int](), 0, 0
     with speculating(backend, draft, ngram=draft is None, most=3, least=3) as model:
         prompt = [5, 6, 7, 5, 6, 7, 5, 6]
         for seed in range(n_runs):
@@ -311,29 +311,37 @@ def test_sampled_replies_follow_the_targets_distribution(kind: str) -> None:
             key = tuple(reply.tokens)
             counts[key] = counts.get(key, 0) + 1
             guessed += reply.stats.draft_n
+            accepted += reply.stats.draft_n_accepted
     assert guessed > n_runs
 
-    def chances(text: list[int]) -> dict[int, float]:
-        logits = Chancy()._logits(text).astype(np.float64)
-        logits[[EOS, 258]] = -np.inf
-        best = np.argsort(-logits)[:3]
-        weights = np.exp((logits[best] - logits[best[0]]) / 0.7)
-        return dict(zip(best.tolist(), (weights / weights.sum()).tolist(), strict=True))
+    def misfit(of: Chancy) -> tuple[float, int, int]:
+        """Chi-square against the probabilities of a model, its degrees of freedom, and replies that it never gives."""
 
-    expected = {}
-    for a, p in chances(prompt).items():
-        for b, q in chances([*prompt, a]).items():
-            for c, r in chances([*prompt, a, b]).items():
-                expected[a, b, c] = n_runs * p * q * r
-    assert set(counts) <= set(expected)
-    usual = [key for key, value in expected.items() if value >= 5]
-    rare = sum(value for key, value in expected.items() if value < 5)
-    seen = sum(count for key, count in counts.items() if key not in usual)
-    chi2 = sum((counts.get(key, 0) - expected[key]) ** 2 / expected[key] for key in usual)
-    chi2 += (seen - rare) ** 2 / rare if rare > 5 else 0
-    freedom = len(usual)
-    assert freedom > 10
+        def chances(text: list[int]) -> dict[int, float]:
+            logits = of._logits(text).astype(np.float64)
+            logits[[EOS, 258]] = -np.inf
+            best = np.argsort(-logits)[:3]
+            weights = np.exp((logits[best] - logits[best[0]]) / 0.7)
+            return dict(zip(best.tolist(), (weights / weights.sum()).tolist(), strict=True))
+
+        expected = {}
+        for a, p in chances(prompt).items():
+            for b, q in chances([*prompt, a]).items():
+                for c, r in chances([*prompt, a, b]).items():
+                    expected[a, b, c] = n_runs * p * q * r
+        usual = [key for key, value in expected.items() if value >= 5]
+        rare = sum(value for value in expected.values() if value < 5)
+        seen = sum(count for key, count in counts.items() if key not in usual)  # all that can hardly be is one class
+        chi2 = sum((counts.get(key, 0) - expected[key]) ** 2 / expected[key] for key in usual)
+        impossible = sum(count for key, count in counts.items() if key not in expected)
+        return chi2 + (seen - rare) ** 2 / max(rare, 1.0), len(usual), impossible
+
+    chi2, freedom, impossible = misfit(Chancy())
+    assert freedom > 10 and not impossible
     assert chi2 < freedom + 4 * math.sqrt(2 * freedom)
+    chi2, freedom, _ = misfit(Chancy(1.5))  # the draft's own, which the test must tell from the target's
+    assert chi2 > 10 * freedom
+    assert 0.1 * guessed < accepted < 0.9 * guessed or draft is None
 
 
 # Parts

@@ -183,7 +183,7 @@ class Source:
     """
 
     FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
-    HELD_UP = 4.0  # times the usual cost: more says nothing about the guesses
+    HELD_UP = 1.5  # times the usual cost: more says nothing about the guesses
 
     def __init__(self, gained: float, cost: float) -> None:
         self.gained, self.cost = gained, cost
