@@ -422,7 +422,7 @@ def test_costs_from_a_busy_moment_are_mended_by_a_few_steps() -> None:
 
 def test_the_cost_of_a_guess_is_a_line_through_those_seen() -> None:
     line = Line(1.0, 1.0)
-    for i in range(60):
+    for i in range(200):
         line.learn(1 + i % 4, 2.0 + 0.5 * (1 + i % 4))
     assert line.step == pytest.approx(0.5, rel=0.05)
     line.learn(1, 1000.0)
