@@ -442,7 +442,7 @@ def test_a_text_that_gives_nothing_to_guess_is_left_alone() -> None:
             asked.append(len(tasks))
             return super().propose(tasks, room)
 
-    speculator = Watched(backend.n_ctx, 1, Costs([1.0, 2.0, 3.0, 4.0, *(5.0 + i for i in range(20))]))
+    speculator = Watched(backend.n_ctx, backend.n_seq_max, Costs([1.0, 2.0, 3.0, 4.0, *(5.0 + i for i in range(20))]))
     tokenizer: Any = FakeTokenizer()
     with Model(backend, tokenizer, None, SamplingParams(temperature=0), speculator=speculator) as model:
         noise: dict[str, Any] = {"temperature": 50.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True}
