@@ -25,6 +25,18 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """The fast tests as a whole run on all processors; what is named, looked into or slow runs in this process."""
+    option = config.option
+    if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput") or option.numprocesses is not None:
+        return
+    chosen = option.file_or_dir or option.keyword or option.collectonly or option.markexpr != "not slow"
+    looked_into = option.usepdb or option.trace or option.capture == "no"
+    if not (chosen or looked_into):
+        option.numprocesses, option.dist = min(processors(), MOST), "loadfile"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compilers() -> Iterator[None]:
     """Kernels are compiled by processes that stay; a test of the product's own way to do it says so."""
