@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from index_server import Index, make_wheel, random_bytes, serve
 
+from edgert.cli.loading import ProgressLine, compiling
+
 FAKE = Path(__file__).with_name("fake_model.py")
 
 
@@ -347,6 +349,19 @@ def test_warnings_are_sentences(edgert: Any) -> None:
 def test_compiling_is_told_once_where_no_bar_is_seen(edgert: Any) -> None:
     done = edgert("run", "-m", "fresh", "-p", "x", fake=True)
     assert done.stderr == "compiling kernels for this processor, the first time only: about 10 seconds\n"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_kernel_that_a_step_needs_is_not_announced_in_an_answer(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with ProgressLine() as line:
+        progress = compiling(line)
+        progress(1, 2)
+    assert "compiling" in capsys.readouterr().err
+    progress(1, 1)
+    assert capsys.readouterr().err == ""
 
 
 def test_stop_texts(edgert: Any) -> None:

@@ -29,7 +29,8 @@ def bar(share: float) -> str:
 class ProgressLine:
     """A line on standard error that is drawn over itself; silent when that is no terminal.
 
-    Used as `progress` of `store.pull`: called with (what, done, total).
+    Used as `progress` of `store.pull`: called with (what, done, total). As a context it says nothing once the block
+    has ended: a kernel that a later step needs must not be announced in the middle of an answer.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,7 @@ class ProgressLine:
         self._first = 0
         self._what = ""
         self._said: set[str] = set()
+        self._ended = False
 
     def __call__(self, what: str, done: int = 0, total: int = 0) -> None:
         import time
@@ -62,13 +64,13 @@ class ProgressLine:
 
     def say(self, sentence: str) -> None:
         """What is going on, once, for those who do not see the line."""
-        if not self._live and sentence not in self._said:
+        if not self._live and not self._ended and sentence not in self._said:
             self._said.add(sentence)
             click.echo(sentence, err=True)
 
     def show(self, text: str) -> None:
         """Replaces the line by a text, cut to the width of the terminal."""
-        if self._live:
+        if self._live and not self._ended:
             import shutil
 
             self._shown = (text,)
@@ -87,6 +89,7 @@ class ProgressLine:
 
     def __exit__(self, *_: object) -> None:
         self.clear()
+        self._ended = True
 
 
 def compiling(line: ProgressLine) -> Callable[[int, int], None]:
