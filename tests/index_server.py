@@ -26,6 +26,14 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+GGUF = b"GGUF" + random_bytes(1_200_000, seed=1)  # a model, as far as a download can tell
+
+
+def tidy(folder: Path) -> list[str]:
+    """Names of all files but locks."""
+    return sorted(p.name for p in folder.rglob("*") if p.is_file() and p.suffix != ".lock")
+
+
 def make_wheel(members: dict[str, bytes], requires: tuple[str, ...] = ()) -> bytes:
     """The bytes of a wheel with these members; the same members give the same bytes."""
     out = io.BytesIO()
