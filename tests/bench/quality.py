@@ -174,8 +174,8 @@ def compare_greedy(
         )
     same = {name: sum(place is None or place >= 32 for place in places) for name, places in parted.items()}
     click.echo(
-        f"greedy, {n_prompts} prompts, at most {N_GREEDY} tokens: {same['each other']} equal for 32 or to the end; {ties} part "
-        f"at a near tie, {faults[one]} where {one} and {faults[other]} where {other} is off; "
+        f"greedy, {n_prompts} prompts, at most {N_GREEDY} tokens: {same['each other']} equal for 32 or to the "
+        f"end; {ties} part at a near tie, {faults[one]} where {one} and {faults[other]} where {other} is off; "
         f"equal to float32's for 32 tokens: {one} {same[one]}, {other} {same[other]}"
     )
 
