@@ -6,6 +6,7 @@ chunks of what they look at each, which are joined in the form that the next pro
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ class AttentionOps:
 
     def __init__(self, graph: Graph, n_rows: int, n_batch: int) -> None:
         a, arena = graph.architecture, graph.arena
-        self._graph = graph
+        self._graph: Graph = weakref.proxy(graph)  # its owner: a cycle would leave weights and cache to the collector
         convolves = any(layer.n_taps for layer in a.layers)
         n_qkv = -(-max((a.n_head + 2 * a.n_head_kv) * a.head_dim, 3 * a.n_embd * convolves) // 32) * 32
         self.qkv = arena.floats(n_rows, n_qkv)

@@ -7,6 +7,7 @@ is a mixture of one.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ class ExpertOps:
 
     def __init__(self, graph: Graph, n_rows: int) -> None:
         a, arena = graph.architecture, graph.arena
-        self._graph = graph
+        self._graph: Graph = weakref.proxy(graph)  # its owner: a cycle would leave weights and cache to the collector
         experts = [layer.experts for layer in a.layers if layer.experts]
         most, used = max(one.n_expert for one in experts), max(one.n_used for one in experts)
         self.x = arena.floats(n_rows, a.n_embd)

@@ -1,13 +1,16 @@
-"""The CPU backend's door: what it refuses before any work."""
+"""The CPU backend's door: what it refuses before any work, and what is left behind it."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import edgert
 from edgert import backends
 from edgert.devices import probe
 from edgert.errors import DoesNotFitError
@@ -26,3 +29,22 @@ def test_a_cache_that_does_not_fit_is_refused_with_both_sizes(
     facts = replace(facts, memory_available=1 << 10)
     with pytest.raises(DoesNotFitError, match="smaller model"):
         backends.load(path, backend="cpu", n_ctx=256)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["backend", "model"])
+def test_weights_and_cache_leave_with_their_last_user(tiny_model: Callable[..., Path], whole: bool) -> None:
+    """At once: who closes one model to load another has no time for the collector of cycles."""
+    path = tiny_model("llama")
+    gc.collect()
+    gc.disable()
+    try:
+        model = edgert.load(path, n_ctx=64, n_threads=1) if whole else None
+        if model:
+            model.generate([1, 2, 3], max_tokens=2)
+        backend = model.backend if model else backends.load(path, backend="cpu", n_ctx=64, n_threads=1)
+        held = [weakref.ref(part) for part in (backend._cache, backend._graph)]
+        (model or backend).close()
+        del model, backend
+        assert [part() for part in held] == [None, None]
+    finally:
+        gc.enable()
