@@ -54,6 +54,9 @@ def lies_on_grid(tensor: SourceTensor) -> bool:
 
 def encode(tensor: SourceTensor, format: Format, inputs: Inputs, n_threads: int) -> tuple[str, Iterator[Bytes]]:
     """The method taken, one of report.METHODS, and the tensor's bytes in pieces, uint8 (rows, row_bytes) each."""
+    if format is tensor.format:
+        way = "kept" if tensor.is_quantized else "float"
+        return way, (tensor.stored(start, stop) for start, stop in tensor.slabs(SLAB_BYTES))
     if format.name not in GRIDS:
         return "float", (rounding.quantize(values, format) for _, values in slabs(tensor))
     if format.name == "Q4_0" and lies_on_grid(tensor):

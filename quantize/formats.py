@@ -138,8 +138,9 @@ FORMATS: dict[str, Format] = {
 }
 BY_ID: dict[int, Format] = {format.ggml_id: format for format in FORMATS.values()}
 DECODABLE: tuple[str, ...] = tuple(name for name, format in FORMATS.items() if format.decode)
+FLOATS: tuple[str, ...] = ("F32", "F16", "BF16")
 # What values can be rounded to; a test compares it with what `rounding` has.
-WRITABLE: tuple[str, ...] = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS")
+WRITABLE: tuple[str, ...] = (*FLOATS, "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS")
 WRITABLE += ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 # Ids that ggml gave up: files with them exist, and only an old program reads them.

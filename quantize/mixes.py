@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from edgert.errors import RequestError
-from edgert.quantize.formats import FORMATS, Format
+from edgert.quantize.formats import FLOATS, FORMATS, Format
 
 # The type that a mix starts from.
 MIXES: dict[str, str] = {
@@ -24,7 +24,6 @@ MIXES: dict[str, str] = {
 _FALLBACKS = {
     "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL",
 }  # fmt: skip
-_FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def mix(name: str, shapes: Mapping[str, tuple[int, ...]], facts: ModelFacts) -> 
     n_values = 0
     for tensor in sorted((n for n in shapes if is_quantizable(n, shapes[n])), key=_layer_first):
         chosen = MIXES[name]
-        if chosen not in _FLOATS:
+        if chosen not in FLOATS:
             chosen = _chosen(name, tensor, shapes[tensor][-1], facts, tied, n_values)
         n_values += _is_value(tensor)
         types[tensor] = fallback(FORMATS[chosen], shapes[tensor][-1])

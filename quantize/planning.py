@@ -11,19 +11,19 @@ from edgert.errors import DoesNotFitError
 from edgert.quantize import encoding, mixes
 from edgert.quantize.allocation import Pins, allocate, candidates, offered, padded_bytes
 from edgert.quantize.convert import fits_f16
-from edgert.quantize.formats import FORMATS, Format
+from edgert.quantize.formats import FLOATS, FORMATS, Format
 from edgert.quantize.gguf_value import Value
 from edgert.quantize.report import Fallback
 from edgert.quantize.settings import Budget
-from edgert.quantize.source import FLOATS, Source
-from edgert.quantize.source_tensor import SourceTensor
+from edgert.quantize.source import Source
 
 QUANTIZATION_VERSION = 2
 # llama.cpp's general.file_type by the name of the mix, or of the type that most weights have.
 FILE_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K_S": 11, "Q3_K": 12,
     "Q3_K_M": 12, "Q3_K_L": 13, "Q4_K_S": 14, "Q4_K": 15, "Q4_K_M": 15, "Q5_K_S": 16, "Q5_K": 17, "Q5_K_M": 17,
-    "Q6_K": 18, "Q2_K_S": 21, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32,
+    "Q6_K": 18, "IQ2_XXS": 19, "IQ2_XS": 20, "Q2_K_S": 21, "IQ3_XXS": 23, "IQ1_S": 24, "IQ4_NL": 25, "IQ3_S": 26,
+    "IQ2_S": 28, "IQ4_XS": 30, "IQ1_M": 31, "BF16": 32, "TQ1_0": 36, "TQ2_0": 37, "MXFP4": 38, "NVFP4": 39, "Q1_0": 40,
 }  # fmt: skip
 
 Loss = Callable[[str, Format], float]  # what the output loses when this tensor alone takes this type
@@ -60,13 +60,13 @@ class Planner:
         }
         self._fallbacks: list[Fallback] = []
         self._offered: dict[str, list[Format]] = {}
-        stored = {name: as_it_is(source.tensors[name]) for name in self.shapes}
-        pinned = pins.resolve(self.shapes, stored)
+        self._own = {name: source.tensors[name].format for name in self.shapes}  # which keep what the source has
+        pinned = pins.resolve(self.shapes, self._own)
         self._fixed = {name: self._possible(name, format, format) for name, format in pinned.items()}
         for name, tensor in source.tensors.items():
             if name not in self.shapes:
                 is_float = len(tensor.shape) == 1 or tensor.format.name in FLOATS
-                self._fixed[name] = FORMATS["F32"] if is_float else as_it_is(tensor)
+                self._fixed[name] = FORMATS["F32"] if is_float else tensor.format
         self.open = [name for name in self.shapes if name not in self._fixed]  # left to the budget
 
     def mixed(self, mix: str, calibrated: bool) -> Plan:
@@ -87,7 +87,7 @@ class Planner:
 
     def floats(self) -> Plan:
         """Everything as it is."""
-        return self._plan({name: as_it_is(self._source.tensors[name]) for name in self.open})
+        return self._plan({name: self._own[name] for name in self.open})
 
     def room(self, budget: Budget, n_header: int) -> int:
         """The bytes that a budget leaves the tensors that are open.
@@ -106,7 +106,8 @@ class Planner:
         }
         n_bytes -= sum(fixed.values())
         least = sum(
-            min(padded_bytes(name, self.shapes[name], format) for format in self.offered(name)) for name in self.open
+            min(padded_bytes(name, self.shapes[name], format) for format in (*self.offered(name), self._own[name]))
+            for name in self.open
         )
         if budget.bpw is not None:
             vectors = sum(fixed[name] for name in fixed if name not in self.shapes)
@@ -127,22 +128,21 @@ class Planner:
     @property
     def most(self) -> int:
         """The bytes that the open tensors take as they are."""
-        return sum(padded_bytes(name, self.shapes[name], as_it_is(self._source.tensors[name])) for name in self.open)
+        return sum(padded_bytes(name, self.shapes[name], self._own[name]) for name in self.open)
 
     def allocated(self, room: int, loss: Loss) -> Plan:
-        """The types whose losses add up to the least within so many bytes."""
-        options = {
-            name: candidates(name, self.shapes[name], {format: loss(name, format) for format in self.offered(name)})
-            for name in self.open
-        }
+        """The types whose losses add up to the least within so many bytes; the source's own cost nothing."""
+        losses = {name: {format: loss(name, format) for format in self.offered(name)} for name in self.open}
+        options = {name: candidates(name, self.shapes[name], losses[name] | {self._own[name]: 0.0}) for name in losses}
         chosen = allocate(options, room)
         return self._plan(chosen.types, chosen.loss)
 
     def offered(self, name: str) -> list[Format]:
-        """The types that a matrix may take, its own float one included."""
+        """The types that a matrix may take beside the one that it has."""
         if name not in self._offered:
             tensor = self._source.tensors[name]
-            self._offered[name] = [*offered(tensor.shape, on_grid=encoding.lies_on_grid(tensor)), as_it_is(tensor)]
+            types = offered(tensor.shape, on_grid=encoding.lies_on_grid(tensor))
+            self._offered[name] = [format for format in types if format is not self._own[name]]
         return self._offered[name]
 
     def _possible(self, name: str, meant: Format, used: Format) -> Format:
@@ -160,11 +160,6 @@ class Planner:
     def _plan(self, chosen: dict[str, Format], loss: float | None = None, mix: str = "") -> Plan:
         types = self._fixed | chosen
         return Plan({name: types[name] for name in self._source.tensors}, self._fallbacks, loss, mix)
-
-
-def as_it_is(tensor: SourceTensor) -> Format:
-    """The type that keeps the tensor's values; BF16 for those that are quantized already."""
-    return tensor.format if tensor.format.name in FLOATS else FORMATS["BF16"]
 
 
 def head(source: Source) -> str:

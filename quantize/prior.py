@@ -9,7 +9,6 @@ import numpy as np
 
 from edgert.quantize import grid, rounding
 from edgert.quantize.formats import FORMATS, Format
-from edgert.quantize.rounding import GRIDS
 from edgert.quantize.source import Source
 
 ROWS = 64  # of a tensor that are rounded to see how well a type suits it
@@ -35,8 +34,6 @@ class Prior:
 
     def _loss(self, name: str, format: Format) -> float:
         """The relative squared error of some rows, weighed by the part that the tensor plays."""
-        if format.name not in GRIDS:
-            return 0.0
         tensor = self._source.tensors[name]
         n_rows = min(ROWS, tensor.n_rows)
         middle = (tensor.n_rows - n_rows) // 2

@@ -24,7 +24,7 @@ from edgert.quantize.gguf_file import Metadata, Model
 from edgert.quantize.gguf_layout import TensorPlan
 from edgert.quantize.gguf_value import Kind, Value
 from edgert.quantize.gguf_writer import Writer
-from edgert.quantize.planning import Plan, as_it_is
+from edgert.quantize.planning import Plan
 from edgert.quantize.probing import Baseline
 from edgert.quantize.progress import OnProgress, silent
 from edgert.quantize.source import Source, open_source
@@ -78,9 +78,9 @@ def prune(
     progress: OnProgress = silent,
     on_step: Callable[[Step], object] | None = None,
 ) -> Pruned:
-    """Writes a GGUF file of floats without n_layers of the source's layers.
+    """Writes a GGUF file without n_layers of the source's layers; what stays keeps its type.
 
-    source:       a Hugging Face folder, or a GGUF file of floats
+    source:       a Hugging Face folder, or a GGUF file
     calibration:  files and names of text sets; None: those that come with the package
     progress:     called with (stage, layers on trial, done, total)
     on_step:      called when layers have gone
@@ -232,7 +232,7 @@ def _write(source: Source, out: Path, result: Pruned, progress: OnProgress) -> N
     removed = result.removed
     names = _renumbered(source.tensors, removed)
     formats = {
-        old: FORMATS["F32"] if len(source.tensors[old].shape) == 1 else as_it_is(source.tensors[old]) for old in names
+        old: FORMATS["F32"] if len(source.tensors[old].shape) == 1 else source.tensors[old].format for old in names
     }
     plan: list[TensorPlan] = [(new, source.tensors[old].shape, formats[old]) for old, new in names.items()]
     facts = Plan({new: formats[old] for old, new in names.items()}).metadata({new: shape for new, shape, _ in plan})

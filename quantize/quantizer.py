@@ -78,7 +78,7 @@ def quantize(
     sensitivity:   what `edgert sensitivity` measured, in place of measuring
     gptq:          "auto", "on" or "off": error feedback
     tensor_types:  {regular expression: type} for tensors by name; output_type and embedding_type likewise
-    keep:          regular expressions of tensors that stay floats as they are, or one
+    keep:          regular expressions of tensors that stay as they are, or one
     report:        compare the result with the source on held-out text; None: where there was text
     report_text:   the held-out texts, or one; () for the usual ones
     max_memory:    bytes, or a size such as "1.5GiB", that this process may take at its peak; None: what suits the work
@@ -271,11 +271,12 @@ class Quantizer:
         sizes = {name: math.prod(shape) for name, shape in report.shapes.items()}
         total, pending = sum(sizes.values()), list(writer.pending)
         done = total - sum(sizes[name] for name in pending)
-        self.measuring.compile((plan.types[name].name, self.measuring.way(name)) for name in pending)
+        rounded = {name for name in pending if plan.types[name] is not self.source.tensors[name].format}
+        self.measuring.compile((plan.types[name].name, self.measuring.way(name)) for name in pending if name in rounded)
         for name in pending:
             self._progress("quantizing", name, done, total)
             tensor, format = self.source.tensors[name], plan.types[name]
-            inputs = self.measuring.inputs(name) if format.name in GRIDS else Inputs()
+            inputs = self.measuring.inputs(name) if name in rounded and format.name in GRIDS else Inputs()
             try:
                 report.methods[name], pieces = encoding.encode(tensor, format, inputs, self.settings.n_threads)
                 for piece in pieces:

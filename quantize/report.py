@@ -13,8 +13,9 @@ from edgert.quantize.divergence import Evaluation
 from edgert.quantize.formats import FORMATS
 
 PREFIX = "edgert.quantize."
-# How a tensor was rounded: by its values alone, by importance, with error feedback, on a grid that it was trained for.
-METHODS = ("plain", "weighted", "feedback", "grid", "float")
+# How a tensor was rounded: by its values alone, by importance, with error feedback, on a grid that it was trained for;
+# or it kept the bytes of a source that was quantized before.
+METHODS = ("plain", "weighted", "feedback", "grid", "kept", "float")
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,9 @@ class Report:
         """Names and texts for reading."""
         rows = [("source", f"{self.source} ({', '.join(self.source_types)})")]
         if self.requantized:
-            rows.append(("", "was quantized before: what is lost against its own source is not in these figures"))
+            n_kept = list(self.methods.values()).count("kept")
+            kept = f"; {n_kept} of {len(self.types)} tensors keep their bytes" if n_kept else ""
+            rows.append(("", f"was quantized before: what was lost then is not in these figures{kept}"))
         rows += [("file", path) for path in self.paths]
         rows.append(
             ("size", f"{self.n_bytes / 1e6:,.2f} MB, {self.bits_per_weight:.3f} bits per weight over all tensors")

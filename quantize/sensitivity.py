@@ -21,7 +21,6 @@ from edgert.errors import EdgertError, ModelFileError
 from edgert.quantize.formats import FORMATS, Format
 
 VERSION = 1
-FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,11 @@ class Sensitivity:
     n_tokens: int = 0
 
     def loss(self, name: str, format: Format | str) -> float:
-        """The predicted divergence when only this tensor is rounded; floats that were not measured lose nothing.
+        """The predicted divergence when only this tensor is rounded.
 
         Raises: EdgertError for what was not measured.
         """
         errors = self.errors.get(name, {})
-        if str(format) not in errors and str(format) in FLOATS:
-            return 0.0
         if str(format) not in errors:
             raise EdgertError(f"The sensitivities do not hold {name} as {format}: measure them again for this model.")
         return self.factors[name] * errors[str(format)]

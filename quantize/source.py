@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from edgert.errors import UnsupportedFormatError
 from edgert.quantize.architecture import Architecture, describe
+from edgert.quantize.formats import check_finite
 from edgert.quantize.gguf_file import GGUFFile, Metadata, Model, Tensor
 from edgert.quantize.gguf_value import Kind, Value
 from edgert.quantize.source_tensor import SourceTensor
 
-FLOATS = ("F32", "F16", "BF16")
 # Keys that say how a file was quantized or split, which is the writer's business.
 _OF_THE_WRITER = ("general.file_type", "general.quantization_version", "split.no", "split.count", "split.tensors.count")
 
@@ -61,8 +61,8 @@ class Source:
 
     @property
     def quantized_types(self) -> tuple[str, ...]:
-        """Names of the formats that are no floats."""
-        return tuple(sorted({t.format.name for t in self.tensors.values()} - {*FLOATS, "I8", "I16", "I32", "I64"}))
+        """Names of the formats that have lost precision."""
+        return tuple(sorted({tensor.format.name for tensor in self.tensors.values() if tensor.is_quantized}))
 
     @property
     def is_quantized(self) -> bool:
@@ -112,10 +112,18 @@ class _GGUFTensor(SourceTensor):
         super().__init__(tensor.name, tensor.shape, tensor.format)
         self._tensor = tensor
 
+    def stored(self, start: int, stop: int) -> NDArray[np.uint8]:
+        data = self._bytes(start, stop)
+        check_finite(self._tensor, data)
+        return data
+
     def _read(self, start: int, stop: int) -> NDArray[np.float32]:
+        return self.format.dequantize(self._bytes(start, stop))
+
+    def _bytes(self, start: int, stop: int) -> NDArray[np.uint8]:
         data = np.empty((stop - start, self._tensor.row_bytes), np.uint8)
         self._tensor.read_into(data, start * self._tensor.row_bytes)
-        return self.format.dequantize(data)
+        return data
 
 
 def open_source(path: str | Path, *, allow_requantize: bool = False) -> Source:

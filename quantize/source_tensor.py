@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import ModelFileError
+from edgert.quantize import rounding
 from edgert.quantize.formats import Format
 
 _SLAB_BYTES = 1 << 24
@@ -36,6 +37,11 @@ class SourceTensor(ABC):
     def n_rows(self) -> int:
         return math.prod(self.shape[:-1])
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the source has lost precision already."""
+        return self.format.block_size > 1
+
     def rows(self, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
         """Rows [start, stop) as float32 (stop - start, n_cols), as the GGUF file has them; only these are read.
 
@@ -54,6 +60,13 @@ class SourceTensor(ABC):
                 "the checkpoint is damaged or its training diverged."
             )
         return values
+
+    def stored(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Rows [start, stop) in the source's own format, uint8 (stop - start, row_bytes): nothing is lost.
+
+        Raises: ModelFileError that names the tensor when a value is NaN or infinite.
+        """
+        return rounding.quantize(self.rows(start, stop), self.format)  # checkpoints hold floats
 
     def dequantize(self) -> NDArray[np.float32]:
         """All values, float32 in the tensor's shape."""

@@ -35,8 +35,9 @@ def command(
 ) -> None:
     """Writes SOURCE without some of its layers (experimental).
 
-    Step by step the layer goes without which the predictions on calibration text change least. The result is a GGUF
-    of floats, for `edgert quantize` or for further training, without which small models lose much.
+    Step by step the layer goes without which the predictions on calibration text change least. What stays
+    keeps its type: prune floats, and give them to `edgert quantize` or to further training, without which small
+    models lose much.
     """
     from edgert.quantize import prune
 

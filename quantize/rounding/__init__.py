@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import ModelFileError
-from edgert.quantize.formats import FORMATS, Format
+from edgert.quantize.formats import FLOATS, FORMATS, Format
 from edgert.quantize.rounding.grids import GRIDS, Grid, grid_of
 
 __all__ = ["GRIDS", "Grid", "grid_of", "quantize"]
 
-_FLOATS = ("F32", "F16", "BF16")
 _KERNELS = {"plain": "plain", "ggml": "weighted", "search": "search"}
 _ELEMENTS = 1 << 18  # what a thread takes at a time
 
@@ -38,7 +37,7 @@ def quantize(
                 values that are not finite; ModelFileError where a scale is too large for f16
     """
     target = FORMATS.get(str(format))
-    if target is None or (target.name not in GRIDS and target.name not in _FLOATS):
+    if target is None or (target.name not in GRIDS and target.name not in FLOATS):
         grid_of(format)
         raise AssertionError
     if method is not None and method not in _KERNELS:
@@ -56,7 +55,7 @@ def quantize(
             raise ValueError("importance must be finite and not negative")
     if not values.size:
         return out
-    if target.name in _FLOATS:
+    if target.name in FLOATS:
         out[:] = _floats(values, target.name)
         suspects = list(range(rows))
     else:

@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from edgert.errors import DoesNotFitError, EdgertError, RequestError
+from edgert.errors import DoesNotFitError, EdgertError, ModelFileError, RequestError
 from edgert.quantize import Report, quantize
-from edgert.quantize.formats import FORMATS
+from edgert.quantize.formats import FORMATS, Format
 from edgert.quantize.gguf_file import GGUFFile
+from edgert.quantize.gguf_writer import Writer
 from edgert.quantize.measuring import Measuring
 from edgert.quantize.report import from_metadata
 from edgert.quantize.sensitivity import Sensitivity
@@ -258,6 +259,58 @@ def test_a_grid_that_weights_were_trained_for_is_kept(
         np.testing.assert_allclose(
             file.tensors["blk.0.ffn_up.weight"].dequantize(), on_grid, rtol=2**-8
         )  # what bfloat16 left of it
+
+
+@pytest.mark.parametrize("budget", ["q4_k_m", 4.7, 8.0])
+def test_what_was_quantized_before_keeps_its_bytes_where_its_type_stays(
+    floats: Path, tmp_path: Path, budget: str | float
+):
+    """By a mix and by budgets: below the source's size a few tensors are rounded again, above it none is."""
+    source = tmp_path / "source.gguf"
+    first = quantize(floats, source, budget="q4_k_m", calibration=(), report=False)
+    assert first.bits_per_weight < 6 and not first.requantized
+    report = quantize(source, tmp_path / "out.gguf", budget=budget, calibration=(), report=False, allow_requantize=True)
+    with GGUFFile.open(source) as before, GGUFFile.open(tmp_path / "out.gguf") as after:
+        same = {name for name, tensor in before.tensors.items() if after.tensors[name].format is tensor.format}
+        for name in same:
+            np.testing.assert_array_equal(after.tensors[name].data, before.tensors[name].data, err_msg=name)
+        kept = {name for name, method in report.methods.items() if method == "kept"}
+        assert kept == {name for name in same if before.tensors[name].format.block_size > 1}
+        assert (same == before.tensors.keys()) == (budget != 4.7) and len(kept) >= 10
+    assert report.requantized and report.bits_per_weight <= first.bits_per_weight
+    said = [text for _, text in report.lines() if "quantized before" in text]
+    assert len(said) == 1 and f"{len(kept)} of {len(report.types)} tensors keep their bytes" in said[0]
+
+
+def test_types_that_cannot_be_made_can_be_kept(floats: Path, tmp_path: Path):
+    """A tensor of MXFP4 stays one, by its name and where types are chosen."""
+    source, out = tmp_path / "source.gguf", tmp_path / "out.gguf"
+    rng = np.random.default_rng(5)
+    name, shape = "blk.0.ffn_up.weight", (512, 256)
+    blocks = rng.integers(0, 256, (512, 256 // 32 * 17), np.uint8)
+    blocks[:, ::17] = 118
+    rewritten(floats, source, {name: (shape, FORMATS["MXFP4"], blocks)})
+    for flags in ({"budget": "q4_0", "keep": "ffn_up"}, {"budget": 5.0}):
+        report = quantize(source, out, calibration=(), report=False, allow_requantize=True, **flags)  # type: ignore[arg-type]
+        assert (report.types[name], report.methods[name]) == ("MXFP4", "kept")
+        assert set(report.types.values()) - {"MXFP4", "F32", "BF16"}
+        with GGUFFile.open(out) as file:
+            np.testing.assert_array_equal(file.tensors[name].data, blocks)
+        out.unlink()
+    blocks[7, 17] = 255  # the scale of a block is NaN
+    rewritten(floats, source, {name: (shape, FORMATS["MXFP4"], blocks)})
+    with pytest.raises(ModelFileError, match=name):
+        quantize(source, out, budget=5.0, calibration=(), report=False, allow_requantize=True)
+    assert not out.exists()
+
+
+def rewritten(source: Path, out: Path, changes: dict[str, tuple[tuple[int, ...], Format, np.ndarray]]) -> None:
+    """The source's file with other tensors in the place of some: shape, format, uint8 (rows, row_bytes)."""
+    with open_source(source) as opened:
+        kept = {name: (t.shape, t.format, t.stored(0, t.n_rows)) for name, t in opened.tensors.items()} | changes
+        with Writer(out, opened.metadata, [(name, shape, format) for name, (shape, format, _) in kept.items()]) as file:
+            for name, (_, _, data) in kept.items():
+                file.write(name, data)
 
 
 @pytest.mark.slow
