@@ -15,6 +15,7 @@ BLOCK = 32
 STRAY = 0.06  # of a step: what rounding both the scale and the products to bfloat16 may add up to
 TELLING = 4  # different magnitudes that a block must hold to prove anything
 SHARE = 0.99  # of the telling blocks that must lie on the grid
+FEW_ROWS = 16  # where far less of them does: other weights are told from these rows, which takes no time
 
 
 def scales(values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -38,17 +39,27 @@ def scales(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def lies_on_q4_0(slabs: Iterable[NDArray[np.float32]]) -> bool:
-    """Whether a tensor, given as slabs of rows, float32 (rows, n_cols), is on a Q4_0 grid; mostly the first tells."""
+    """Whether a tensor, given as slabs of rows, float32 (rows, n_cols), is on a Q4_0 grid."""
     n_telling = n_fitting = 0
     for values in slabs:
         if values.shape[1] % BLOCK:
             return False
-        telling = _is_telling(values)
-        n_telling += int(telling.sum())
-        n_fitting += int(np.isfinite(scales(values)).reshape(-1)[telling].sum())
+        if not n_telling:
+            few_telling, few_fitting = _counts(values[:FEW_ROWS])
+            if few_fitting < few_telling / 2:
+                return False
+        telling, fitting = _counts(values)
+        n_telling += telling
+        n_fitting += fitting
         if n_fitting < SHARE * n_telling:
             return False
     return n_telling > 0
+
+
+def _counts(values: NDArray[np.float32]) -> tuple[int, int]:
+    """How many blocks prove something, and how many of these lie on a grid."""
+    telling = _is_telling(values)
+    return int(telling.sum()), int(np.isfinite(scales(values)).reshape(-1)[telling].sum())
 
 
 def _is_telling(values: NDArray[np.float32]) -> NDArray[np.bool_]:
