@@ -108,8 +108,10 @@ class Llama:
         """What it prints of a file on a text."""
         read, logits = self._base_of(text)
         said = run(self._tool, "-m", file, "-f", read, *self._common, "--kl-divergence-base", logits, "--kl-divergence")
-        found = {name: re.search(pattern, said) for name, pattern in FIGURES.items()}
-        return {name: float(match[1]) for name, match in found.items() if match}
+        found = {name: re.findall(pattern, said) for name, pattern in FIGURES.items()}
+        if not all(found.values()):
+            raise click.ClickException(f"llama-perplexity said no figures of {file}:\n{said[-2000:]}")
+        return {name: float(figures[0]) for name, figures in found.items()}
 
 
 class Edgert:
