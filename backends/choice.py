@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ MOST_KL, LEAST_SAME_TOP = 0.15, 0.7
 # chance, and in a model that knows nothing all are.
 NEAR_TIE = 0.5
 TURN = 512, 128  # tokens of a prompt and of a reply: the backend that takes the least time for both is the fastest
+SPREAD = ("split_mode", "tensor_split", "main_gpu", "rpc")  # options of the llama backend alone: who gives one asks for it
 BUDGET = 0.5  # seconds for each measured rate
 PACKAGES = {
     "llama": ("llama_cpp", "llama-cpp-python", "edgert[gpu]"),
@@ -48,11 +49,13 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class Wish:
-    """What the caller of `auto` said: a device, layers for GPUs, and whether nothing else will do."""
+    """What the caller of `auto` said: a device, layers for GPUs, whether nothing else will do, and how llama.cpp is to
+    spread the model."""
 
     device: str | None
     n_gpu_layers: int | None
     require: bool
+    spread: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def cpu_only(self) -> bool:
@@ -61,7 +64,7 @@ class Wish:
     @property
     def named(self) -> bool:
         """Whether a device beside the CPU was named."""
-        return not self.cpu_only and (self.device is not None or self.n_gpu_layers is not None)
+        return not self.cpu_only and bool(self.device is not None or self.n_gpu_layers is not None or self.spread)
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,10 @@ def choose(file: GGUFFile, common: Mapping[str, Any], options: Mapping[str, Any]
     Raises: EdgertError when nothing can run it, or what was required cannot.
     """
     options = dict(options)
-    wish = Wish(options.pop("device", None), options.pop("n_gpu_layers", None), options.pop("require", False))
+    spread = {name: options.pop(name) for name in SPREAD if name in options}
+    wish = Wish(options.pop("device", None), options.pop("n_gpu_layers", None), options.pop("require", False), spread)
+    if wish.cpu_only and spread:
+        raise RequestError(next(iter(spread)), "spreads a model over GPUs, and the cpu alone was asked for")
     if wish.require and not (wish.named or wish.cpu_only):
         raise RequestError("require", "says that nothing else will do, but not than what: name a backend or a device")
     found, absent = candidates(wish)
@@ -129,7 +135,9 @@ def _named(wish: Wish) -> list[Candidate]:
     layers = {} if wish.n_gpu_layers is None else {"n_gpu_layers": wish.n_gpu_layers}
     require = {"require": True} if wish.require else {}
     of_onnx = device.partition(":")[0].lower() in ("npu", "openvino", "qnn")
-    return [Candidate("onnx" if of_onnx else "llama", {"device": device, **layers, **require})]
+    if of_onnx and wish.spread:
+        raise RequestError(next(iter(wish.spread)), f"is llama.cpp's, and {device} is ONNX Runtime's")
+    return [Candidate("onnx" if of_onnx else "llama", {"device": device, **layers, **require, **wish.spread})]
 
 
 def installed(name: str) -> bool:
@@ -203,7 +211,11 @@ class _Trials:
     @property
     def _asked(self) -> str:
         wish = self._wish
-        return f"-ngl {wish.n_gpu_layers}" if wish.device is None else f"The device {wish.device}"
+        if wish.device is not None:
+            return f"The device {wish.device}"
+        if wish.n_gpu_layers is not None:
+            return f"-ngl {wish.n_gpu_layers}"
+        return f"--{next(iter(wish.spread)).replace('_', '-')}"
 
     def _open(self, one: Candidate) -> Backend:
         return backends.open_one(one.backend, self._file, self._common, {**self._options, **one.options})

@@ -23,7 +23,7 @@ from edgert.cli import devices, doctor
 from edgert.devices import gpus, probe
 from edgert.errors import EdgertError
 
-MACHINE = Rates(2, "amx", 500e9, {2048: 300e9}, 250e9, 60e9, 0.9, {16 << 20: 45e9, 256 << 20: 30e9})
+MACHINE = Rates(2, "amx", 500e9, {2048: 300e9}, 250e9, 60e9, {16 << 20: 45e9, 256 << 20: 30e9})
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,12 @@ import pytest
 from edgert import backends
 from edgert.backends import choice
 from edgert.backends.base import Backend, Verdict
+from edgert.backends.choice import SPREAD
 from edgert.backends.cpu.backend import CpuBackend
 from edgert.devices import accelerators
 
 KINDS = {"llama": "gpu", "onnx": "npu"}
+OTHERS = ("device", "require", "n_gpu_layers", *SPREAD)  # options that the cpu backend lacks
 
 
 class Clock:
@@ -44,7 +46,7 @@ class Twin(CpuBackend):
     bend: Callable[[Any], Any] | None = None
 
     def __init__(self, file: Any, **options: Any) -> None:
-        super().__init__(file, **{k: v for k, v in options.items() if k not in ("device", "require", "n_gpu_layers")})
+        super().__init__(file, **{name: value for name, value in options.items() if name not in OTHERS})
         self.verdict = Verdict("x", self.name, self.device, "a twin")
         self.options = options
 

@@ -1,8 +1,9 @@
-"""How fast this machine runs the cpu backend's kernels, measured on a small random model; from that, any model's rates.
+"""How fast this machine runs the cpu backend's kernels, measured on small random models; from that, any model's rates.
 
 A step of many tokens takes the time to compute, a single token the time to read weights and cache; bytes and
 multiply-adds are counted from the description of the model. Attention has kernels of its own for each shape of heads,
-so the random model takes on the shape that is asked about.
+so the random models take on the shape that is asked about. What fits the processor's caches is read faster than what
+does not, so they come in several sizes.
 """
 
 from __future__ import annotations
@@ -16,19 +17,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgert.backends.base import Backend, Batch
 from edgert.backends.cpu.footprint import Footprint, footprint
 from edgert.backends.cpu.isa import select
-from edgert.devices import measure, probe
+from edgert.devices import probe
 from edgert.devices.notes import Notes
 from edgert.quantize.architecture import Architecture, is_matrix
+
+if TYPE_CHECKING:
+    from edgert.backends.cpu.backend import CpuBackend
 
 Heads = tuple[int, int, int]  # n_head, n_head_kv, head_dim
 Types = tuple[str | None, str | None]
 USUAL: Heads = (9, 3, 64)  # SmolLM2's, whose kernels are there for most
-WEIGHTS = 28_000_000  # of the random model: more than caches near the cores hold, and soon computed
+# Bytes of weights: more than caches near the cores hold, and soon computed; up to more than most processors' caches.
+SIZES = (16 << 20, 64 << 20, 128 << 20, 256 << 20)
+Q4_0_BITS = 4.5  # of a weight
 CHUNK, DEPTHS = 512, (2048, 8192)  # tokens of a prefill step, and cached ones before it: of more, less is near
 BUSY = 1.5  # times the best step: what the usual one takes where other programs compute as well
 NARROW = 32  # tokens of a step that multiplies int8 numbers on every processor
@@ -42,8 +48,7 @@ class Rates:
     attention:           of cached keys and values there, by how many tokens are cached
     int8:                of weights in a step of few tokens
     kv:                  bytes of cached keys and values that a single token takes in, from the caches of the processor
-    efficiency:          with which a single token's step reads weights: the share of plain reading
-    read:                bytes read a second, by how many are read again and again
+    read:                bytes of weights a second in a single token's step, by how many are read again and again
     busy:                whether other programs took so much that the figures are low
     """
 
@@ -53,7 +58,6 @@ class Rates:
     attention: dict[int, float]
     int8: float
     kv: float
-    efficiency: float
     read: dict[int, float]
     busy: bool = False
 
@@ -74,7 +78,8 @@ class Rates:
         """Where predictions come from."""
         attention = min(self.attention.values())
         return (
-            f"{self.threads} threads, {self.isa}: memory is read at {self.read[max(self.read)] / 1e9:.1f} GB/s, "
+            f"{self.threads} threads, {self.isa}: {min(self.read) / 1e6:.0f} to {max(self.read) / 1e6:.0f} MB of weights are read "
+            f"at {self.read[min(self.read)] / 1e9:.1f} to {self.read[max(self.read)] / 1e9:.1f} GB/s, "
             f"{self.prefill / 1e9:,.0f} G multiply-adds/s in prefill, {attention / 1e9:,.0f} in its attention, "
             f"cache taken in at {self.kv / 1e9:.1f} GB/s, measured here"
             + (" while other programs ran" if self.busy else "")
@@ -135,21 +140,10 @@ def _noted(note: Any) -> Rates | None:
 
 
 def _measured(n_threads: int, isa: str, heads: Heads, types: Types, progress: Any) -> Rates:
-    from edgert.backends import specimen
-    from edgert.backends.cpu.backend import CpuBackend
-    from edgert.quantize.gguf_file import GGUFFile
-
-    read = measure.read_bandwidths(n_threads)
-    with tempfile.TemporaryDirectory(prefix="edgert-") as folder:
-        path = specimen.write(Path(folder) / "specimen.gguf", n_ctx=DEPTHS[-1] + 2 * CHUNK, **_sizes(heads))
-        with GGUFFile.open(path) as file:
-            backend = CpuBackend(file, n_ctx=DEPTHS[-1] + 2 * CHUNK, n_threads=n_threads, cache_type_k=types[0],
-                                 cache_type_v=types[1], progress=progress)  # fmt: skip
-            a = backend.architecture
-            cost = footprint(file, a, DEPTHS[-1], types=types)
-            weights = sum(file.tensor(name).n_bytes for name in a.tensors() if name.startswith("blk."))
+    options = {"n_threads": n_threads, "cache_type_k": types[0], "cache_type_v": types[1], "progress": progress}
+    backend, weights, kv_per_token = _specimen(SIZES[0], heads, DEPTHS[-1] + 2 * CHUNK, options)
     try:
-        work, clock = Work.of(a), _Clock(backend)
+        work, clock = Work.of(backend.architecture), _Clock(backend)
         (usual, shallow), (narrow, _) = clock.step(CHUNK, 0, 12), clock.step(NARROW, 0, 12)
         single = clock.single(0)
         attention, done = {}, 0
@@ -162,12 +156,23 @@ def _measured(n_threads: int, isa: str, heads: Heads, types: Types, progress: An
         single_deep = clock.single(done)
     finally:
         backend.close()
+    read = {weights: weights / single}
+    for size in SIZES[1:]:
+        if size > probe.probe().memory_available // 4:
+            break
+        backend, weights, _ = _specimen(size, heads, CHUNK, options)
+        try:
+            larger = _Clock(backend)
+            read[weights] = min(weights / larger.single(0), *read.values())  # less is read no slower
+            clock.busy |= larger.busy
+        finally:
+            backend.close()
     own = work.attention_of_prompt(CHUNK) / attention[DEPTHS[0]]
-    shell = Rates(n_threads, isa, 1, attention, 1, 1, 1, read)
-    kv_bytes = done * cost.kv_per_token
+    shell = Rates(n_threads, isa, 1, attention, 1, 1, read)
+    kv_bytes = done * kv_per_token
     # What is left when the time to read the same bytes from the caches is taken off, but at least half of it.
     kv_seconds = max(single_deep - single, 1e-9)
-    kv_seconds = max(kv_seconds - kv_bytes / shell.bandwidth(weights + kv_bytes), kv_seconds / 2)
+    kv_seconds = max(kv_seconds - kv_bytes / shell.bandwidth(min(read) + kv_bytes), kv_seconds / 2)
     return Rates(
         n_threads,
         isa,
@@ -175,18 +180,33 @@ def _measured(n_threads: int, isa: str, heads: Heads, types: Types, progress: An
         attention=attention,
         int8=work.weights * NARROW / narrow,
         kv=kv_bytes / kv_seconds,
-        efficiency=min(1.0, weights / shell.bandwidth(weights) / single),
         read=read,
         busy=clock.busy,
     )
+
+
+def _specimen(size: int, heads: Heads, n_ctx: int, options: Mapping[str, Any]) -> tuple[CpuBackend, int, int]:
+    """A random model of about so many bytes, running: the bytes of its layers, and of a token's keys and values."""
+    from edgert.backends import specimen
+    from edgert.backends.cpu.backend import CpuBackend
+    from edgert.quantize.gguf_file import GGUFFile
+
+    with tempfile.TemporaryDirectory(prefix="edgert-") as folder:
+        path = specimen.write(Path(folder) / "specimen.gguf", n_ctx=n_ctx, **_sizes(heads, size))
+        with GGUFFile.open(path) as file:
+            backend = CpuBackend(file, n_ctx=n_ctx, **options)
+            a = backend.architecture
+            cost = footprint(file, a, n_ctx, types=(options["cache_type_k"], options["cache_type_v"]))
+            weights = sum(file.tensor(name).n_bytes for name in a.tensors() if name.startswith("blk."))
+    return backend, weights, cost.kv_per_token
 
 
 def _batch(backend: Backend, n: int, start: int) -> Batch:
     return Batch.of([(7 * i + start) % backend.n_vocab for i in range(n)], start, wanted="none")
 
 
-def _sizes(heads: Heads) -> dict[str, Any]:
-    """Of a model with such heads."""
+def _sizes(heads: Heads, size: int) -> dict[str, Any]:
+    """Of a model with such heads, and so many bytes."""
     n_head, n_head_kv, head_dim = heads
     n_embd = n_head * head_dim
     n_ff = -(-5 * n_embd // 64) * 32
@@ -196,7 +216,7 @@ def _sizes(heads: Heads) -> dict[str, Any]:
         "n_ff": n_ff,
         "n_head": n_head,
         "n_head_kv": n_head_kv,
-        "n_layer": max(4, round(WEIGHTS / layer)),  # one alone stays in the caches
+        "n_layer": max(4, round(size / (layer * Q4_0_BITS / 8))),  # one alone stays in the caches
     }
 
 
@@ -288,7 +308,6 @@ def predict(
     weights = cost.weights - embedding_bytes
 
     def step(kv: float) -> float:
-        reading = (weights / machine.efficiency + kv) / machine.bandwidth(weights + kv)
-        return reading + kv / machine.kv
+        return (weights + kv) / machine.bandwidth(weights + kv) + kv / machine.kv
 
     return Prediction(n_ctx / (seconds + step(0)), 1 / step(0), 1 / step(kv_read), machine.basis)

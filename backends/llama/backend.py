@@ -68,6 +68,7 @@ class LlamaBackend(Backend):
         device: str = "",
         n_gpu_layers: int = FITTING,
         split_mode: str = "layer",
+        tensor_split: Sequence[float] = (),
         main_gpu: int = 0,
         gpu_memory: int = 0,
         rpc: Sequence[str] = (),
@@ -90,6 +91,7 @@ class LlamaBackend(Backend):
         n_gpu_layers:     layers on GPUs, the head counts as one; -1: all; FITTING: as many as fit beside the cache
         split_mode:       several GPUs share "layer" by layer, each "tensor", "row" by row (by older builds), or
                           "none": main_gpu runs all
+        tensor_split:     shares of the GPUs, of any sum; (): as their free memory
         gpu_memory:       bytes that may be taken of each GPU; 0: what is free
         rpc:              host:port of llama.cpp's rpc-servers, whose devices count as GPUs
         require:          raise when no GPU runs all that was asked for
@@ -97,12 +99,10 @@ class LlamaBackend(Backend):
 
         Raises: BackendUnavailableError, ModelFileError, DoesNotFitError; ValueError for a wrong option.
         """
-        for name, value, known in (
-            ("flash_attn", flash_attn, FLASH_ATTENTION),
-            ("split_mode", split_mode, SPLIT_MODES),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} is {value!r}; it is one of {', '.join(known)}")
+        if flash_attn not in FLASH_ATTENTION:
+            raise ValueError(f"flash_attn is {flash_attn!r}; it is one of {', '.join(FLASH_ATTENTION)}")
+        if split_mode not in SPLIT_MODES:
+            raise RequestError("split_mode", f"is {split_mode!r}; it is one of {', '.join(SPLIT_MODES)}")
         for name, value in (("cache_type_k", type_k), ("cache_type_v", type_v)):
             if value not in KV_TYPES:
                 raise RequestError(name, f"is {value!r}; the llama backend has {', '.join(KV_TYPES)}")
@@ -111,7 +111,7 @@ class LlamaBackend(Backend):
         self._context: Any = None
         self._llama = llama = library()
         if rpc:
-            devices.add_rpc_servers(llama, rpc)
+            devices.add_rpc_servers(llama, [rpc] if isinstance(rpc, str) else rpc)
         bits = (KV_BITS[type_k] + KV_BITS[type_v]) / 2
         with validated(model) as file:
             path = fspath(file.path)
@@ -125,6 +125,7 @@ class LlamaBackend(Backend):
                 gpu_memory=gpu_memory,
                 n_ubatch=n_ubatch,
                 split_mode=split_mode,
+                tensor_split=tensor_split,
                 main_gpu=main_gpu,
             )
         if require and not offload.whole and device.strip().lower() != "cpu":

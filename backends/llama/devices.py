@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -160,16 +162,25 @@ def _scratch(a: Architecture, n_ubatch: int) -> int:
 
 
 def layers_that_fit(
-    file: GGUFFile, a: Architecture, free: Sequence[int], n_positions: int, kv_bytes: float, n_ubatch: int
+    file: GGUFFile,
+    a: Architecture,
+    free: Sequence[int],
+    n_positions: int,
+    kv_bytes: float,
+    n_ubatch: int,
+    shares: Sequence[float] = (),
 ) -> int:
     """How many layers, counted from the last as llama.cpp does and the head as one more, fit on the GPUs.
 
     free:      bytes on each GPU
     kv_bytes:  of one element of the cache
+    shares:    of each GPU, where they were given
     """
     kv = _kv(a, n_positions, kv_bytes)
     costs = [_head_bytes(file, a), *(_layer_bytes(file, a, i) + kv for i in reversed(range(a.n_layer)))]
     room = [max(0, one - RESERVE - _scratch(a, n_ubatch)) for one in free]
+    if shares:
+        return next((n for n in range(len(costs), 0, -1) if _shared(costs[:n], shares, room)), 0)
     n = 0
     for cost in costs:  # each GPU takes whole layers
         place = max(range(len(room)), key=room.__getitem__, default=None)
@@ -178,3 +189,12 @@ def layers_that_fit(
         room[place] -= cost
         n += 1
     return n
+
+
+def _shared(costs: Sequence[int], shares: Sequence[float], room: Sequence[int]) -> bool:
+    """Whether layers fit that are dealt out as llama.cpp does, in their order: each GPU its share of their number."""
+    bounds = list(itertools.accumulate(shares))
+    taken = [0] * len(room)
+    for i, cost in enumerate(reversed(costs)):
+        taken[bisect.bisect_right(bounds, i / len(costs) * bounds[-1])] += cost
+    return all(used <= here for used, here in zip(taken, room, strict=True))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from edgert.backends.llama import amx, devices
 from edgert.backends.llama.library import library, system_info
 from edgert.devices import probe
-from edgert.errors import BackendUnavailableError, DoesNotFitError
+from edgert.errors import BackendUnavailableError, DoesNotFitError, RequestError
 
 if TYPE_CHECKING:
     from edgert.quantize.gguf_file import GGUFFile
@@ -40,6 +42,7 @@ class Offload:
     why_not: str = ""
     remedy: str = ""
     split_mode: str = "layer"
+    tensor_split: tuple[float, ...] = ()
     main_gpu: int = 0
     names: tuple[str, ...] = ()
 
@@ -59,6 +62,7 @@ class Offload:
         gpu_memory: int = 0,
         n_ubatch: int = 512,
         split_mode: str = "layer",
+        tensor_split: Sequence[float] = (),
         main_gpu: int = 0,
     ) -> Offload:
         """What fits on the GPUs that this build sees.
@@ -68,10 +72,14 @@ class Offload:
         kv_bytes:     of one element of the cache
         device:       "" or "gpu": all GPUs; "cpu": none; else their names between commas
 
-        Raises: BackendUnavailableError for a device that is not here.
+        Raises: BackendUnavailableError for a device that is not here; RequestError for shares or a number of none.
         """
         from edgert.quantize.architecture import describe
 
+        shares = tuple(tensor_split)
+        numbers = all(isinstance(share, int | float) and 0 <= share < math.inf for share in shares)
+        if shares and not (numbers and sum(shares) > 0):
+            raise RequestError("tensor_split", f"must be shares from 0 on, not all of them 0, and is {shares}")
         device = device.strip()
         wished = 0 if device.lower() == "cpu" else wished
         names = () if device.lower() in ("", "cpu", "gpu") else tuple(name.strip() for name in device.split(","))
@@ -87,11 +95,15 @@ class Offload:
         if split_mode == "none":
             found = found[main_gpu : main_gpu + 1]
             if not found:
-                raise ValueError(f"main_gpu is {main_gpu}; there is no such GPU")
+                raise RequestError("main_gpu", f"is {main_gpu}; there is no such GPU")
+            shares = ()
+        if len(shares) > len(found):
+            raise RequestError("tensor_split", f"has {len(shares)} shares; there are {len(found)} GPUs")
+        shares += (0.0,) * (len(found) - len(shares) if shares else 0)
         a = describe(file)
         total = a.n_layer + 1
         free = [min(gpu.memory_free, gpu_memory or gpu.memory_free) for gpu in found]
-        fit = devices.layers_that_fit(file, a, free, n_positions, kv_bytes, n_ubatch)
+        fit = devices.layers_that_fit(file, a, free, n_positions, kv_bytes, n_ubatch, shares)
         if device and wished == FITTING and not fit:
             raise DoesNotFitError(
                 f"Not one layer of {file.path} fits beside {n_positions} cached positions into "
@@ -107,7 +119,7 @@ class Offload:
         why = f"{n} of {total} layers on the GPU" + (f", {fit} fit into {room}" if fit < total or n != fit else "")
         why_not = f"{n} of {total} layers fit into {room}"
         remedy = "choose a smaller -c/--ctx-size or model"
-        return cls(n, total, described if n else "CPU", why, why_not, remedy, split_mode, main_gpu, names)
+        return cls(n, total, described if n else "CPU", why, why_not, remedy, split_mode, shares, main_gpu, names)
 
 
 # AMX kernels: None before the first load, then "fine", "fails" (and must not be chosen), "refused" for good.
@@ -129,6 +141,9 @@ def load_model(path: str, use_extra_bufts: bool | None, offload: Offload) -> Any
     chosen = devices.pointers(offload.names)  # read during the load
     if offload.names:
         params.devices = ctypes.addressof(chosen)
+    shares = (ctypes.c_float * llama.llama_max_devices())(*offload.tensor_split)  # read during the load
+    if offload.tensor_split:
+        params.tensor_split = shares
     params.use_extra_bufts = use_extra_bufts is not False
     if 0 < offload.n_layers < offload.total and Path(path).stat().st_size < probe.probe().memory_available / 2:
         os.environ.setdefault(REGISTER, "1")  # prompts send the CPU's layers there: from pinned memory that is faster

@@ -44,6 +44,18 @@ def _stack(function: F, decorators: list[Callable[[F], F]]) -> F:
     return function
 
 
+class Parts(click.ParamType):
+    """Values of a type between commas."""
+
+    def __init__(self, type_: click.ParamType, name: str) -> None:
+        self._type, self.name = type_, name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        """Raises: click.UsageError for what the type refuses."""
+        parts = value if isinstance(value, list | tuple) else str(value).split(",")
+        return tuple(self._type(part, param, ctx) for part in parts)
+
+
 def backend_flags(function: F) -> F:
     """Which engine runs the model, and on what."""
     return _stack(
@@ -61,6 +73,24 @@ def backend_flags(function: F) -> F:
                 type=click.IntRange(-1),
                 help="Layers that llama.cpp gives to GPUs; -1: all.  [as many as fit]",
             ),
+            flag(
+                "-sm",
+                "--split-mode",
+                type=click.Choice(["none", "layer", "row", "tensor"]),
+                help="How llama.cpp spreads it over several GPUs; none: --main-gpu alone.  [layer]",
+            ),
+            flag(
+                "-ts",
+                "--tensor-split",
+                type=Parts(click.FLOAT, "N,..."),
+                help="Shares of the GPUs, 3,1 for three quarters on the first.  [by free memory]",
+            ),
+            flag("-mg", "--main-gpu", type=click.IntRange(0), help="The GPU of --split-mode none.  [0]"),
+            flag(
+                "--rpc",
+                type=Parts(click.STRING, "HOST:PORT,..."),
+                help="llama.cpp's rpc-servers, whose devices count as GPUs.",
+            ),
             flag("--require", is_flag=True, help="End with an error rather than run it elsewhere."),
         ],
     )
@@ -68,8 +98,8 @@ def backend_flags(function: F) -> F:
 
 def backend_options(flags: dict[str, Any]) -> dict[str, Any]:
     """Takes those of `backend_flags` that were given out of a command's arguments, as `backends.load` takes them."""
-    found = {name: flags.pop(name) for name in ("backend", "device", "n_gpu_layers", "require")}
-    return {name: value for name, value in found.items() if value not in (None, False)}
+    names = "backend", "device", "n_gpu_layers", "split_mode", "tensor_split", "main_gpu", "rpc", "require"
+    return {name: value for name in names if (value := flags.pop(name)) is not None and value is not False}
 
 
 def json_flag(function: F) -> F:

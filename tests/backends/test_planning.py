@@ -24,7 +24,7 @@ from edgert.errors import DoesNotFitError
 from edgert.quantize.architecture import describe
 from edgert.quantize.gguf_file import GGUFFile
 
-MACHINE = Rates(2, "avx2", 100e9, {2048: 50e9}, 40e9, 20e9, 0.5, {1 << 20: 40e9, 3 << 20: 20e9})
+MACHINE = Rates(2, "avx2", 100e9, {2048: 50e9}, 40e9, 20e9, {1 << 20: 40e9, 3 << 20: 20e9})
 
 
 @pytest.fixture(autouse=True)
@@ -129,10 +129,11 @@ def test_predictions_follow_from_the_rates(tiny_model: Callable[..., Path]) -> N
         a = describe(file)
         cost = footprint(file, a, 512)
         found = rates.predict(a, cost, 512, cost.kv, 0, MACHINE)
-        other = rates.predict(a, cost, 512, cost.kv, 0, replace(MACHINE, efficiency=1.0))
+        faster = replace(MACHINE, read={n: 2 * rate for n, rate in MACHINE.read.items()})
+        other = rates.predict(a, cost, 512, cost.kv, 0, faster)
     work = Work.of(a)
-    assert 1 / found.decode == pytest.approx(cost.weights / 0.5 / 40e9)
-    at_end = (cost.weights / 0.5 + cost.kv) / MACHINE.bandwidth(cost.weights + cost.kv) + cost.kv / 20e9
+    assert 1 / found.decode == pytest.approx(cost.weights / 40e9)
+    at_end = (cost.weights + cost.kv) / MACHINE.bandwidth(cost.weights + cost.kv) + cost.kv / 20e9
     assert 1 / found.decode_at_end == pytest.approx(at_end)
     prefill = 512 * work.weights / 100e9 + work.attention_of_prompt(512) / 50e9 + 1 / found.decode
     assert 512 / found.prefill == pytest.approx(prefill)
@@ -185,7 +186,8 @@ def test_this_machine_s_rates_are_of_its_order() -> None:
     found = rates.rates(1, fresh=True)
     assert 1e9 < found.int8 < 1e13 and found.int8 / 10 < found.prefill < found.int8 * 30
     assert all(1e8 < rate < 1e12 for rate in found.read.values())
-    assert 0 < found.efficiency <= 1 and found.kv > 1e8
+    assert len(found.read) > 1 and list(found.read.values()) == sorted(found.read.values(), reverse=True)
+    assert found.kv > 1e8
 
 
 def test_a_specimen_runs(tmp_path: Path) -> None:

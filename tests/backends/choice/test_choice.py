@@ -181,6 +181,19 @@ def test_layers_for_a_gpu_ask_for_llama(monkeypatch: pytest.MonkeyPatch, path: P
     assert "-ngl 7 cannot serve (no GPU here): the cpu backend runs the model" in caplog.text
 
 
+def test_how_it_is_spread_asks_for_llama(monkeypatch: pytest.MonkeyPatch, path: Path, caplog: Any) -> None:
+    machine(monkeypatch)
+    made = door(monkeypatch, "llama", pause=0.004)
+    spread = {"split_mode": "layer", "tensor_split": (3.0, 1.0), "main_gpu": 1, "rpc": ("elsewhere:50052",)}
+    load(path, **spread).close()
+    assert {name: made[0].options[name] for name in spread} == spread
+    failing(monkeypatch, "llama", BackendUnavailableError("no GPU here"))
+    Notes("choices").path.unlink()
+    with caplog.at_level(logging.WARNING):
+        load(path, tensor_split=(3.0, 1.0)).close()
+    assert "--tensor-split cannot serve (no GPU here): the cpu backend runs the model" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -193,6 +206,9 @@ def test_layers_for_a_gpu_ask_for_llama(monkeypatch: pytest.MonkeyPatch, path: P
         ({"backend": "onnx", "n_gpu_layers": 3}, r"n_gpu_layers: is llama\.cpp's"),
         ({"backend": "onnx", "cache_type_k": "q8_0"}, "cache_type_k: is 'q8_0', and the onnx"),
         ({"backend": "cpu", "wrong": 3}, "wrong: is not an option of this backend"),
+        ({"backend": "cpu", "tensor_split": (3, 1)}, "tensor_split: is not an option of this backend"),
+        ({"device": "cpu", "split_mode": "row"}, "split_mode: spreads a model over GPUs, and the cpu alone"),
+        ({"device": "npu", "rpc": ("here:1",)}, r"rpc: is llama\.cpp's, and npu is ONNX Runtime's"),
     ],
 )
 def test_wishes_that_contradict_themselves(path: Path, options: Mapping[str, Any], words: str) -> None:
