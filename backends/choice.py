@@ -39,7 +39,7 @@ MOST_KL, LEAST_SAME_TOP = 0.15, 0.7
 # chance, and in a model that knows nothing all are.
 NEAR_TIE = 0.5
 TURN = 512, 128  # tokens of a prompt and of a reply: the backend that takes the least time for both is the fastest
-SPREAD = ("split_mode", "tensor_split", "main_gpu", "rpc")  # options of the llama backend alone: who gives one asks for it
+SPREAD = ("split_mode", "tensor_split", "main_gpu", "rpc")  # options of llama alone: who gives one asks for it
 BUDGET = 0.5  # seconds for each measured rate
 PACKAGES = {
     "llama": ("llama_cpp", "llama-cpp-python", "edgert[gpu]"),
