@@ -191,7 +191,7 @@ CONFIGS |= {
                 **YARN,
                 "mscale": 1.0,
                 "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.5,
+                "llama_4_scaling_beta": 0.1,
                 "original_max_position_embeddings": 16,
             },
         },

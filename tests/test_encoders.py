@@ -117,6 +117,26 @@ def test_few_bits(bert: tuple[Path, Any, Any], tmp_path: Path) -> None:
     assert_close(embedded(tmp_path / "q8.gguf", TEXTS[2], "mean"), wanted, 0.2, 2e-3)
 
 
+def test_xlm_roberta_equals_transformers(tmp_path: Path) -> None:
+    """BERT whose table of positions begins with two rows of padding (BGE-M3, multilingual E5)."""
+    tokenizer, metadata = vocabularies.word_pieces(True)
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    n_vocab = len(metadata["tokenizer.ggml.tokens"])
+    config = transformers.XLMRobertaConfig(
+        vocab_size=n_vocab, max_position_embeddings=130, type_vocab_size=1, initializer_range=0.2, **sizes
+    )
+    model = transformers.XLMRobertaModel(config).eval()
+    model.save_pretrained(tmp_path / "hf")
+    tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
+    convert(tmp_path / "hf", tmp_path / "m.gguf", "F32")
+    ids = np.random.default_rng(6).integers(5, n_vocab, 128).tolist()  # none is padding, which has no position
+    with edgert.load(tmp_path / "m.gguf", n_threads=1, backend="cpu") as loaded:
+        assert loaded.n_ctx == 128
+        for n in (3, 70, 128):
+            assert_close(loaded.embed(ids[:n], "last", normalize=False), states(model, ids[:n])[-1], 5e-3, 1e-5)
+
+
 def test_what_an_encoder_does_not_do(bert: tuple[Path, Any, Any]) -> None:
     with edgert.load(bert[0], n_threads=1, backend="cpu") as model:
         with pytest.raises(RequestError, match="is an encoder"):

@@ -68,6 +68,7 @@ class Family:
     head_size:    head_dim when config.json lacks it; None: hidden_size / num_attention_heads
     llama_keys:   whether vocab_size and rope.dimension_count are written
     encoder:      sees all of a text at once and writes none
+    first_position:  row of the table of positions where a text begins
     scalings:     kinds of scaled rotation besides linear and yarn that the runtimes take for it
     derived:      values that follow from others in config.json
     """
@@ -94,6 +95,7 @@ class Family:
     llama_keys: bool = False
     scalings: tuple[str, ...] = ()
     encoder: bool = False
+    first_position: int = 0
     defaults: Mapping[str, Any] = field(default_factory=dict)
     derived: Callable[[Config], dict[str, Any]] | None = None
 
@@ -253,6 +255,32 @@ _LFM2 = Family(
     defaults={"tie_word_embeddings": True, "norm_eps": 1e-5, "conv_L_cache": 3},
     derived=_of_lfm2,
 )
+_BERT = Family(
+    "bert",
+    ("BertModel", "BertForMaskedLM", "BertForPreTraining"),
+    layer_names=_with_biases(
+        {
+            **{f"attention.self.{part}": f"attn_{part[0]}" for part in ("query", "key", "value")},
+            "attention.output.dense": "attn_output",
+            "attention.output.LayerNorm": "attn_output_norm",
+            "intermediate.dense": "ffn_up",
+            "output.dense": "ffn_down",
+            "output.LayerNorm": "layer_output_norm",
+        }
+    ),
+    outer_names={
+        "embeddings.word_embeddings.weight": "token_embd.weight",
+        "embeddings.position_embeddings.weight": "position_embd.weight",
+        "embeddings.token_type_embeddings.weight": "token_types.weight",
+        **_with_biases({"embeddings.LayerNorm": "token_embd_norm"}),
+    },
+    tied_head=True,
+    activations=("gelu",),
+    eps="layer_norm_eps",
+    demanded={"position_embedding_type": "absolute", "is_decoder": False},
+    encoder=True,
+    defaults={"layer_norm_eps": 1e-12, "hidden_act": "gelu"},
+)
 
 FAMILIES = (
     _LLAMA,
@@ -267,32 +295,8 @@ FAMILIES = (
         },
         settings=_N_EXPERT,
     ),
-    Family(
-        "bert",
-        ("BertModel", "BertForMaskedLM", "BertForPreTraining"),
-        layer_names=_with_biases(
-            {
-                **{f"attention.self.{part}": f"attn_{part[0]}" for part in ("query", "key", "value")},
-                "attention.output.dense": "attn_output",
-                "attention.output.LayerNorm": "attn_output_norm",
-                "intermediate.dense": "ffn_up",
-                "output.dense": "ffn_down",
-                "output.LayerNorm": "layer_output_norm",
-            }
-        ),
-        outer_names={
-            "embeddings.word_embeddings.weight": "token_embd.weight",
-            "embeddings.position_embeddings.weight": "position_embd.weight",
-            "embeddings.token_type_embeddings.weight": "token_types.weight",
-            **_with_biases({"embeddings.LayerNorm": "token_embd_norm"}),
-        },
-        tied_head=True,
-        activations=("gelu",),
-        eps="layer_norm_eps",
-        demanded={"position_embedding_type": "absolute", "is_decoder": False},
-        encoder=True,
-        defaults={"layer_norm_eps": 1e-12, "hidden_act": "gelu"},
-    ),
+    _BERT,
+    replace(_BERT, classes=("XLMRobertaModel",), first_position=2),
     Family(
         "qwen2moe",
         ("Qwen2MoeForCausalLM",),

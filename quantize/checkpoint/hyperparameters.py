@@ -73,7 +73,7 @@ def architecture_keys(
     rope = read_rope(config, family, sizes.head_dim)
     keys = {
         "block_count": Value.u32(sizes.n_layer),
-        "context_length": Value.u32(config.integer("max_position_embeddings")),
+        "context_length": Value.u32(config.integer("max_position_embeddings") - family.first_position),
         "embedding_length": Value.u32(sizes.n_embd),
         "feed_forward_length": Value.u32(sizes.n_ff),
         "attention.head_count": Value.u32(sizes.n_head),

@@ -27,6 +27,8 @@ _PREFIXES = (
         "bert.encoder.",
         "encoder.",
         "bert.",
+        "roberta.encoder.",
+        "roberta.",
         "model.language_model.",
         "language_model.model.",
         "language_model.",
@@ -40,8 +42,8 @@ _PREFIXES = (
 _SKIPPED = (
     (r".*\.rotary_emb\.inv_freq|rotary_emb\.inv_freq", "a buffer that follows from config.json"),
     (r".*\.(self_attn|attn|attention)\.(masked_)?bias", "a mask that follows from the positions"),
-    (r"(bert\.)?(pooler|cls)\..*", "of the parts that guess words and pairs of sentences"),
-    (r"(bert\.)?embeddings\.position_ids", "a buffer that counts"),
+    (r"((ro)?berta?\.)?(pooler|cls)\..*", "of the parts that guess words and pairs of sentences"),
+    (r"((ro)?berta?\.)?embeddings\.position_ids", "a buffer that counts"),
     (r"(model\.)?(vision_tower|multi_modal_projector|vision_model)\..*", "of the part that sees pictures"),
 )
 _COMPARE_BYTES = 1 << 24
@@ -244,6 +246,10 @@ class Mapping:
             entry = replace(entry, shape=entry.shape[1:])
         elif part == "conv" and len(entry.shape) == 3:  # (channels, 1, taps)
             entry = replace(entry, shape=(entry.shape[0], entry.shape[2]))
+        elif part == "position_embd" and self.family.first_position:
+            skipped = self.family.first_position * entry.n_bytes // max(1, entry.shape[0])
+            shape = (entry.shape[0] - self.family.first_position, *entry.shape[1:])
+            entry = replace(entry, shape=shape, offset=entry.offset + skipped, n_bytes=entry.n_bytes - skipped)
         order = None
         heads = {"attn_q": sizes.n_head, "attn_k": sizes.n_head_kv}.get(part)
         if self.family.rotated and heads and entry.shape[0] == heads * sizes.head_dim:

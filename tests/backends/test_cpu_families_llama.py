@@ -62,14 +62,14 @@ def test_logits_are_llama_cpps(family: str, tmp_path: Path) -> None:
     expected = llama_cpp_logits(path, TOKENS)
     assert expected.std() > 0.2
     assert kl_divergence(expected, Reference(path, n_ctx=128).logits(TOKENS)).mean() < 1e-6
-    assert kl_divergence(expected, cpu_logits(path)).mean() < 1e-5
+    assert kl_divergence(expected, cpu_logits(path)).mean() < 3e-5  # the cache is rounded to 16 bits
 
 
 def test_multipliers_of_a_minicpm_file_count(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", "minicpm", keys=MINICPM)
     expected = llama_cpp_logits(path, TOKENS)
     assert kl_divergence(expected, Reference(path).logits(TOKENS)).mean() < 1e-6
-    assert kl_divergence(expected, cpu_logits(path)).mean() < 1e-5
+    assert kl_divergence(expected, cpu_logits(path)).mean() < 3e-5  # the cache is rounded to 16 bits
     usual = write(tmp_path / "usual.gguf", "minicpm")
     assert kl_divergence(expected, Reference(usual).logits(TOKENS)).mean() > 1e-3
 
