@@ -76,10 +76,10 @@ class Rates:
     @property
     def basis(self) -> str:
         """Where predictions come from."""
-        attention = min(self.attention.values())
+        attention, few, many = min(self.attention.values()), min(self.read), max(self.read)
         return (
-            f"{self.threads} threads, {self.isa}: {min(self.read) / 1e6:.0f} to {max(self.read) / 1e6:.0f} MB of weights are "
-            f"read at {self.read[min(self.read)] / 1e9:.1f} to {self.read[max(self.read)] / 1e9:.1f} GB/s, "
+            f"{self.threads} threads, {self.isa}: {few / 1e6:.0f} to {many / 1e6:.0f} MB of weights are read "
+            f"at {self.read[few] / 1e9:.1f} to {self.read[many] / 1e9:.1f} GB/s, "
             f"{self.prefill / 1e9:,.0f} G multiply-adds/s in prefill, {attention / 1e9:,.0f} in its attention, "
             f"cache taken in at {self.kv / 1e9:.1f} GB/s, measured here"
             + (" while other programs ran" if self.busy else "")
