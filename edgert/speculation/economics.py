@@ -220,7 +220,8 @@ class Source:
         self.gained += share * (accepted - self.gained)
         self.cost += share * (min(seconds, self.HELD_UP * self.cost) - self.cost)
         net = self.net(plain_pace)
-        vain = not self._hits and (self._unsure >= 3 or self._rounds >= 6)
+        again = self._pause > self.FIRST_PAUSE
+        vain = not self._hits and (self._unsure >= (2 if again else 3) or self._rounds >= 6)
         if vain or (self._rounds >= 10 and net < 0):
             self.wait, self._rounds, self._hits, self._unsure = self._pause, 0, 0, 0
             self._pause = min(4 * self._pause, self.LONGEST_PAUSE)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SPEC_MAX = 15  # tokens guessed for one step, unless told otherwise
 MEMORY = 1 << 16  # tokens of ended requests that are remembered
-PATIENCE = 16  # steps without anything found, after which it is looked for ever more seldom
+PATIENCE = 10  # steps without anything found, after which it is looked for ever more seldom
 SELDOM = 16  # steps from one search to the next, at most
 LONG_ENOUGH = 5  # agreeing tokens in the present text with which no other text is asked
 # Classes of guesses: by how many tokens agreed before an n-gram's, by the draft model's own probability of its token.
@@ -180,7 +180,7 @@ class Speculator:
         if not guess:
             request.misses += 1
             if request.misses >= PATIENCE:  # a text without repetitions
-                request.unsearched = min(request.misses // 4, SELDOM)
+                request.unsearched = min(1 << min(request.misses - PATIENCE, 8), SELDOM)
             return guess, [], 0.0
         request.misses = 0
         kinds = [bisect_right(AGREED, agreed + i) for i in range(len(guess))]
