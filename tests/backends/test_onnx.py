@@ -23,6 +23,7 @@ from edgert.backends.onnx.packing import PACKINGS
 from edgert.backends.onnx.style import Style
 from edgert.errors import BackendUnavailableError, EdgertError, ModelFileError, UnsupportedFormatError
 from edgert.quantize.formats import FORMATS
+from edgert.quantize.gguf_file import GGUFFile
 
 runner = pytest.importorskip(
     "edgert.backends.onnx.runner", exc_type=ImportError, reason="needs onnx and onnxruntime (pip install 'edgert[npu]')"
@@ -171,6 +172,19 @@ def test_wrong_batches_are_refused_and_change_nothing(
         backend.forward(Batch(**arrays, wanted=np.ones(2, bool)))
     assert backend.length(0) == 0
     assert run(backend, [1, 2]).shape == (2, 384)
+
+
+@needs_onnx
+@pytest.mark.parametrize("quant", [Type.Q4_1, Type.Q8_0, MIXED], ids=["q4_1", "q8_0", "mixed"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_plan_counts_the_converted_weights(
+    make: Callable[..., Any], tiny_model: Callable[..., Path], family: str, quant: Any
+) -> None:
+    from edgert.backends.onnx.footprint import converted_bytes
+
+    backend = make(family, quant=quant)
+    with GGUFFile.open(tiny_model(family, quant=quant)) as file:
+        assert converted_bytes(file, backend.architecture) == backend.memory()["weights"]
 
 
 @needs_onnx
