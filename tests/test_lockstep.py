@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fake import prompt_of, told
 from paged_fake import PagedFake
 from test_engine_schedules import by_hand, check, finish, generation, result
-from test_overload import text, told
 
 from edgert.errors import DoesNotFitError
 from edgert.generation import Limits
@@ -24,7 +24,7 @@ def reading(n_prompt: int, users: tuple[str, ...] = ("b",), **options: Any) -> A
     for _ in range(3):
         engine._turn()
     backend.batches.clear()
-    prompts = [generation(text(i, n_prompt), user=user, max_tokens=5) for i, user in enumerate(users)]
+    prompts = [generation(prompt_of(i, n_prompt), user=user, max_tokens=5) for i, user in enumerate(users)]
     for task in prompts:
         engine.submit(task)
     return backend, engine, reply, prompts
@@ -44,7 +44,7 @@ def test_every_step_of_a_window_gives_a_reply_its_token() -> None:
     assert all(len(set(batch.sequences)) == 1 for batch in windows)
     finish(engine, [reply, prompt])
     assert result(reply) == (told([1, 2, 3], 200), "length")
-    assert result(prompt) == (told(text(0, 64), 5), "length")
+    assert result(prompt) == (told(prompt_of(0, 64), 5), "length")
     assert engine.snapshot().prompt_tokens == 3 + 64
     assert backend.n_pages == 0
 
@@ -54,7 +54,7 @@ def test_what_is_no_whole_window_is_read_beside_the_reply() -> None:
     engine._turn()
     sequence = prompt.slot.sequence
     finish(engine, [prompt])
-    assert result(prompt) == (told(text(0, 41), 5), "length")
+    assert result(prompt) == (told(prompt_of(0, 41), 5), "length")
     mixed = [batch for batch in backend.batches if len(set(batch.sequences)) == 2]
     places = [p for b in mixed for s, p in zip(b.sequences, b.positions, strict=True) if s == sequence and p < 41]
     assert places == list(range(32, 41))
@@ -69,7 +69,7 @@ def test_users_read_a_window_each_in_turn() -> None:
         assert abs(prompts[0].slot.n_cached - prompts[1].slot.n_cached) <= 16
     finish(engine, [*prompts, reply])
     for i, task in enumerate(prompts):
-        assert result(task) == (told(text(i, 160), 5), "length")
+        assert result(task) == (told(prompt_of(i, 160), 5), "length")
 
 
 @pytest.mark.parametrize("n_turns", range(1, 2 * PARTS))
@@ -95,7 +95,7 @@ def test_one_that_is_set_aside_within_a_window_reads_it_again() -> None:
     engine._admission.set_aside(prompt)
     check(engine, backend)
     finish(engine, [prompt, reply])
-    assert result(prompt) == (told(text(0, 64), 5), "length")
+    assert result(prompt) == (told(prompt_of(0, 64), 5), "length")
 
 
 def test_a_window_is_finished_at_once_when_no_reply_is_left() -> None:
@@ -106,7 +106,7 @@ def test_a_window_is_finished_at_once_when_no_reply_is_left() -> None:
     engine._turn()
     assert engine._work._window is None and prompt.slot.n_cached == 16
     finish(engine, [prompt])
-    assert result(prompt) == (told(text(0, 64), 5), "length")
+    assert result(prompt) == (told(prompt_of(0, 64), 5), "length")
 
 
 @pytest.mark.parametrize("fault", [OSError("fault"), DoesNotFitError("full")])
@@ -122,6 +122,6 @@ def test_a_window_that_fails_is_its_own_affair(fault: Exception) -> None:
     finish(engine, [prompt, reply])
     assert result(reply) == (told([1, 2, 3], 200), "length")
     ended = result(prompt)
-    assert ended == (([], "OSError") if isinstance(fault, OSError) else (told(text(0, 64), 5), "length"))
+    assert ended == (([], "OSError") if isinstance(fault, OSError) else (told(prompt_of(0, 64), 5), "length"))
     check(engine, backend)
     assert backend.n_pages == 0
