@@ -25,7 +25,7 @@ class Conversion:
 
     paths:    the files
     n_bytes:  of all of them
-    wider:    tensors that were kept in a wider type than asked for, and why
+    wider:    tensors that were kept in another type than asked for, and why
     skipped:  (name in the source, reason) of what was not carried over
     notices:  sentences that the user should read
     """
@@ -49,6 +49,8 @@ def convert(
 ) -> Conversion:
     """Writes a GGUF file of floats; vectors, norms and routers of experts stay F32, as llama.cpp has them.
 
+    Experts that were trained in MXFP4 stay in it.
+
     format:    "BF16", "F16" or "F32", for the matrices
     progress:  called with the bytes written and their total
 
@@ -63,6 +65,9 @@ def convert(
     plan = []
     for tensor in source.tensors.values():
         kind = FORMATS["F32"] if is_vector(tensor) else FORMATS[format]
+        if tensor.is_native:
+            kind = tensor.format
+            wider.append((tensor.name, f"kept {kind}, which the model was trained in"))
         if kind.name == "F16" and not fits_f16(tensor):
             kind = FORMATS["BF16" if tensor.format.name == "BF16" else "F32"]
             wider.append((tensor.name, f"kept {kind}: it has values beyond F16's 65504"))
@@ -77,7 +82,11 @@ def convert(
         for name in writer.pending:
             tensor = source.tensors[name]
             for start, stop in tensor.slabs():
-                writer.write(name, rounding.quantize(tensor.rows(start, stop), kinds[name]))
+                if tensor.is_native:
+                    data = tensor.stored(start, stop)
+                else:
+                    data = rounding.quantize(tensor.rows(start, stop), kinds[name])
+                writer.write(name, data)
                 if progress:
                     progress(writer.n_written, writer.n_bytes)
     return Conversion(writer.paths, writer.n_bytes, tuple(wider), tuple(source.skipped), tuple(source.notices))

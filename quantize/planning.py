@@ -62,6 +62,9 @@ class Planner:
         self._offered: dict[str, list[Format]] = {}
         self._own = {name: source.tensors[name].format for name in self.shapes}  # which keep what the source has
         pinned = pins.resolve(self.shapes, self._own)
+        pinned |= {
+            name: self._own[name] for name in self.shapes if name not in pinned and source.tensors[name].is_native
+        }
         self._fixed = {name: self._possible(name, format, format) for name, format in pinned.items()}
         for name, tensor in source.tensors.items():
             if name not in self.shapes:

@@ -22,7 +22,10 @@ class SourceTensor(ABC):
     name:    GGUF's
     shape:   rows before columns; stacked experts are 3-D
     format:  how the source stores it
+    is_native:  whether the model was trained in it, so that nothing else holds it better
     """
+
+    is_native = False
 
     def __init__(self, name: str, shape: tuple[int, ...], format: Format) -> None:
         self.name = name

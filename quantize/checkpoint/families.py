@@ -56,6 +56,7 @@ class Family:
     fused:        the rows of its attn_qkv stand by heads, those of q, k and v in turn
     transposed:   matrices stand columns first
     in_turn:      of stacked experts: columns first, and the gate's rows and up's in turn
+    quantized:    how its experts may be quantized in the checkpoint, which they then stay
     norm_shift:   what GGUF's norms have more than the checkpoint's
     activations:  values of hidden_act that mean the family's activation
     settings:     a common key of config.json -> the family's name of it
@@ -81,6 +82,7 @@ class Family:
     fused: bool = False
     transposed: bool = False
     in_turn: bool = False
+    quantized: tuple[str, ...] = ()
     norm_shift: float = 0.0
     tied_head: bool = False
     activations: tuple[str, ...] = ("silu", "swish")
@@ -340,8 +342,14 @@ FAMILIES = (
             "mlp.experts.gate_up_proj_bias": "ffn_gate_up_exps.bias",
             "mlp.experts.down_proj": "ffn_down_exps.weight",
             "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
+            **{
+                f"mlp.experts.{old}_proj_{end}": f"ffn_{new}_exps.{part}"
+                for old, new in (("gate_up", "gate_up"), ("down", "down"))
+                for end, part in (("blocks", "codes"), ("scales", "scales"))
+            },
         },
         in_turn=True,
+        quantized=("mxfp4",),
         settings={**_N_EXPERT, "moe_intermediate_size": "intermediate_size"},
         eps="rms_norm_eps",
         demanded={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},

@@ -159,17 +159,19 @@ def _refuse_variants(config: Config, family: Family) -> None:
             raise UnsupportedFormatError(
                 f"{config.path}: {key} is {config.get(key)!r}; edgert converts {family.name} where it is {value!r}."
             )
-    quantization = config.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise UnsupportedFormatError(
-            f"{config.path} describes weights that are quantized already ({method or 'quantization_config'}): "
-            "take the float original."
-        )
     if "attn_logit_softcapping" not in family.numbers and config.get("attn_logit_softcapping") is not None:
         raise UnsupportedFormatError(f"{config.path}: edgert does not convert attn_logit_softcapping of {family.name}.")
     if config.get("use_bidirectional_attention"):
         raise UnsupportedFormatError(f"{config.path}: a model whose attention looks ahead writes no text.")
+    quantization = config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        if method in family.quantized:
+            return
+        raise UnsupportedFormatError(
+            f"{config.path} describes weights that are quantized already ({method or 'quantization_config'}): "
+            "take the float original."
+        )
 
 
 def _check_query_scale(config: Config, family: Family, sizes: Sizes) -> None:

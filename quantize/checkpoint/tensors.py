@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgert.errors import ModelFileError, UnsupportedFormatError
 from edgert.quantize.architecture import expected
 from edgert.quantize.checkpoint.config import Config
-from edgert.quantize.checkpoint.experts import Stack, parts_of
+from edgert.quantize.checkpoint.experts import Stack, blocks_of, parts_of
 from edgert.quantize.checkpoint.families import EXPERT, Family
 from edgert.quantize.checkpoint.hyperparameters import Sizes
 from edgert.quantize.checkpoint.safetensors import Entry
@@ -22,6 +22,7 @@ from edgert.quantize.gguf_value import Value
 from edgert.quantize.source_tensor import SourceTensor
 
 _FLOATS = ("F32", "F16", "BF16")
+_CODED = (".codes", ".scales")  # endings of the parts of experts in MXFP4, by the names that families give them
 _PREFIXES = (
     *(
         "bert.encoder.",
@@ -153,7 +154,7 @@ class Mapping:
                     f"{folder} has the tensor {name!r}, which edgert's {family.name} does not know: "
                     "without it the answers would be wrong."
                 )
-            if entry.dtype not in _FLOATS:
+            if entry.dtype not in (("U8",) if target.endswith(_CODED) else _FLOATS):
                 raise UnsupportedFormatError(
                     f"{folder}: the tensor {name!r} is {entry.dtype}; edgert converts {', '.join(_FLOATS)}."
                 )
@@ -213,7 +214,11 @@ class Mapping:
         made: dict[str, SourceTensor] = {name: ConstantTensor(name, values) for name, values in factors.items()}
         made |= {name: Stack(name, entries, self.folder) for name, entries in self._experts.items()}
         for name, entry in self._found.items():
-            if "_exps." in name:
+            if name.endswith(_CODED):
+                stem = name.rpartition(".")[0]
+                codes, scales = (self._entry(f"{stem}{end}") for end in _CODED)
+                made |= blocks_of(f"{stem}.weight", codes, scales, self.family.in_turn)
+            elif "_exps." in name:
                 made |= parts_of(name, entry, self.family.in_turn, self.family.in_turn)
             else:
                 made[name] = self._tensor(name, entry, sizes)
