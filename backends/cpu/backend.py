@@ -163,8 +163,9 @@ class CpuBackend(Backend):
         if self.architecture.encoder:
             return
         replies = [graph.shape(0, n, n) for n in range(1, most + 1)]
-        beside_prompts = [graph.shape(0, SPARE, n) for n in range(most + 1)]
-        prompts = [graph.shape(WINDOW, rest, n) for rest in (0, SPARE) for n in (0, 1)]
+        some, many = SPARE, WINDOW  # of narrow rows
+        beside_prompts = [graph.shape(0, rest, n) for rest in (some, many) for n in range(most + 1)]
+        prompts = [graph.shape(WINDOW, rest, n) for rest in (0, some, many) for n in (0, 1)]
         shapes = dict.fromkeys([*replies, *beside_prompts, *prompts])
         self._compile(shapes)
         for shape in shapes:  # which takes some milliseconds, for which nobody shall wait later

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ from edgert.backends.base import Stakes
 from edgert.backends.cpu import compiler
 from edgert.backends.cpu.backend import ONE, CpuBackend
 from edgert.backends.cpu.guessing import PLACE, ROWS, Guessing
+from edgert.backends.cpu.layouts import WINDOW
 from edgert.backends.cpu.memory import aligned
 from edgert.backends.cpu.sampling import Chain, Some
-from edgert.backends.cpu.step import N_WANTED_TILED, SPARE
+from edgert.backends.cpu.step import N_WANTED_TILED, SPARE, Shape
 from edgert.backends.cpu.tape import Tape
 from edgert.backends.cpu.team import LEAVE
 from edgert.backends.cpu.weights import Packer
@@ -58,6 +60,12 @@ class CpuDraft(CpuBackend):
             words[PLACE[name]] = array.ctypes.data
         words[PLACE["n_header"]], words[PLACE["team"]] = len(ONE), self._team.address
         self._guessing = Guessing(words, steps, n_guesses)
+
+    def _tape(self, shape: Shape) -> Tape:
+        """Of what it reads besides, all takes the kernels of many tokens, compiled at the start: nobody shall wait."""
+        if shape.narrow > ROWS:
+            shape = replace(shape, narrow=self._graph.shape(0, WINDOW, 0).narrow)
+        return super()._tape(shape)
 
     def guess(
         self,

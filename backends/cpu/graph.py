@@ -21,10 +21,11 @@ from edgert.backends.cpu.cache import PagedCache
 from edgert.backends.cpu.compiler import name_of
 from edgert.backends.cpu.expert_ops import ExpertOps, needs_experts
 from edgert.backends.cpu.isa import Isa
-from edgert.backends.cpu.layouts import CODECS, TILE_TOKENS, tile_scratch_bytes
+from edgert.backends.cpu.layouts import BLOCK, CODECS, TILE_TOKENS, byte_tile_scratch_bytes, tile_scratch_bytes
 from edgert.backends.cpu.memory import Arena
 from edgert.backends.cpu.model_weights import LayerWeights, ModelWeights, Norm
 from edgert.backends.cpu.step import (
+    BYTE_TILES,
     N_NARROW,
     N_PLACES,
     N_TOKENS,
@@ -33,6 +34,7 @@ from edgert.backends.cpu.step import (
     N_WIDE,
     PRIVATE_ROWS,
     SPARE,
+    WIDTHS,
     ZERO,
     Group,
     Shape,
@@ -89,7 +91,9 @@ class Graph:
         self.forms["pairs"] = self.forms["int8"]
         self.gated_tiles = arena.take(rows * a.n_ff * 2 if self.tiles else 0)
         self.experts = ExpertOps(self, rows) if needs_experts(a) else None
-        needs = max(self.attention.scratch_bytes, tile_scratch_bytes(n_batch) if self.tiles else 0)
+        needs = self.attention.scratch_bytes
+        if self.tiles:
+            needs = max(needs, tile_scratch_bytes(n_batch), byte_tile_scratch_bytes())
         self.scratch_stride = needs + 63 & ~63
         self.scratch = arena.take(n_threads * self.scratch_stride)
 
@@ -103,10 +107,14 @@ class Graph:
         n_int8 = n_narrow if self.tiles else n_wide + n_narrow
         return Shape(
             n_wide > 0,
-            width_for(n_int8) if n_int8 else 0,
-            TILE_TOKENS if self.tiled(n_wanted) else width_for(n_wanted) if n_wanted else 0,
+            self._width(n_int8),
+            TILE_TOKENS if self.tiled(n_wanted) else self._width(n_wanted),
             not n_wide and 0 < n_narrow <= PRIVATE_ROWS and not self.architecture.encoder,
         )
+
+    def _width(self, n: int) -> int:
+        """The width of the products of n rows."""
+        return BYTE_TILES if self.tiles and n > WIDTHS[-1] else width_for(n) if n else 0
 
     def tiled(self, n_wanted: int) -> int:
         """Rows that the head computes by tiles to give so many logits; 0: it takes the kernels of few tokens."""
@@ -376,23 +384,24 @@ class Graph:
                 ],
                 reads=reads,
             )
-        return Op(
-            name_of("product", width=group.width, **parameters),
-            [
-                matrix.data.ctypes.data,
-                rows.ctypes.data,
-                self.words.ctypes.data,
-                y,
-                stride,
-                matrix.n_cols,
-                matrix.n_panels,
-                self.at(group.count),
-                self.private_stride if group.private and private else 0,
-                self.at(group.first),
-                address(matrix.bias),
-            ],
-            reads=reads,
-        )
+        arguments = [
+            matrix.data.ctypes.data,
+            rows.ctypes.data,
+            self.words.ctypes.data,
+            y,
+            stride,
+            matrix.n_cols,
+            matrix.n_panels,
+            self.at(group.count),
+            self.private_stride if group.private and private else 0,
+            self.at(group.first),
+            address(matrix.bias),
+        ]
+        # Tiles of half a block cost as much as those of a whole one, so there they gain nothing.
+        if group.width == BYTE_TILES and form == "int8" and CODECS[matrix.codec].group == BLOCK:
+            arguments += [self.scratch.ctypes.data, self.scratch_stride]
+            return Op(name_of("byte_tiles", **parameters), arguments, reads=reads)
+        return Op(name_of("product", width=min(group.width, WIDTHS[-1]), **parameters), arguments, reads=reads)
 
     @staticmethod
     def _gates(layer: LayerWeights) -> list[Matrix]:

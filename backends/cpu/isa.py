@@ -56,7 +56,7 @@ _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")
 _NO_AVX512 = ("amx", "avx512", "avx10")
 _WAYS = {
-    "amx": _Way("x86_64", 16, 32, "vnni", (*_AVX512, "avx512bf16", "amx-tile", "amx-bf16"), tiles=True),
+    "amx": _Way("x86_64", 16, 32, "vnni", (*_AVX512, "avx512bf16", "amx-tile", "amx-bf16", "amx-int8"), tiles=True),
     "avx512": _Way("x86_64", 16, 32, "vnni", _AVX512, ("amx",)),
     "avxvnni": _Way("x86_64", 8, 16, "vnni", (*_AVX2, "avxvnni"), _NO_AVX512),
     "avx2": _Way("x86_64", 8, 16, "maddubs", _AVX2, (*_NO_AVX512, "avxvnni", "gfni")),

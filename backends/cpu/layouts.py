@@ -224,6 +224,16 @@ TILE_TOKENS = 32  # tokens that a pass of the tile kernel multiplies
 TILE_CHUNK = 8  # blocks of two panels that are unpacked at a time, so that they stay in the first-level cache
 
 
+BYTE_TILE_CHUNK = 8  # blocks of a panel that int8 tiles take at a time, as many as share a unit of their scales
+BYTE_TILE_TOKENS = 64  # for which they are unpacked once
+TOGETHER = 4  # of these, those whose totals stay in registers while scales pass by
+
+
+def byte_tile_scratch_bytes() -> int:
+    """What a thread of `kernels/byte_tiles.py` needs."""
+    return 64 + BYTE_TILE_CHUNK * (BLOCK * 16 + 4 * 64 + 2 * TILE) + (TOGETHER + 2 * BYTE_TILE_TOKENS) * 64
+
+
 def tile_scratch_bytes(n_tokens: int) -> int:
     """What a thread of the tile product needs: its configuration, a chunk of two panels, the results of all tokens."""
     return 64 + 2 * TILE_CHUNK * TILE + -(-n_tokens // TILE_TOKENS) * 4 * TILE

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 SPARE = 8  # rows that buffers have beyond n_batch, since products run in steps of up to so many
 PRIVATE_ROWS = 2  # up to so many rows every thread prepares its own copy instead of meeting the others
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)  # tokens that a product kernel may run together
+BYTE_TILES = 16  # the width of more tokens than that where the processor has tiles
 
 # Places in a step's header. The last four: of runs of experts, how many there are and how many slots they take.
 N_TOKENS, N_WIDE, N_NARROW, N_WANTED, ZERO, N_WANTED_TILED = range(6)
@@ -50,6 +51,6 @@ class Shape:
     """What of a step decides its tape: whether there are wide rows, and the widths of the other products."""
 
     wide: bool
-    narrow: int  # width of the narrow rows' products, 0: none
-    wanted: int  # width of the head's product, 0: no logits, TILE_TOKENS: by tiles
+    narrow: int  # width of the narrow rows' products, 0: none, BYTE_TILES: by int8 tiles
+    wanted: int  # width of the head's product, 0: no logits, BYTE_TILES or TILE_TOKENS: by tiles
     private: bool

@@ -15,7 +15,14 @@ from compiling import IN_CHILDREN
 
 from edgert.backends.cpu import compiler, isa, team
 from edgert.backends.cpu.isa import Isa
-from edgert.backends.cpu.layouts import CODEC_OF, CODECS, tile_scratch_bytes
+from edgert.backends.cpu.layouts import (
+    BYTE_TILE_TOKENS,
+    CODEC_OF,
+    CODECS,
+    TOGETHER,
+    byte_tile_scratch_bytes,
+    tile_scratch_bytes,
+)
 from edgert.backends.cpu.memory import aligned
 from edgert.errors import BackendUnavailableError
 from edgert.quantize.formats import FORMATS
@@ -159,6 +166,33 @@ def test_width_does_not_change_a_result(chosen: Isa):
         run(chosen, compiler.name_of("product", codec="q4_0", width=width, epilogue="store", **pairs), where)
         results.append(y[:8])
     np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.skipif("amx" not in isa.available(), reason="this processor has no tiles")
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "Q4_K", "Q6_K"])  # each way of scales, and of halves of blocks
+def test_byte_tiles_change_no_result(name: str):
+    """Bit for bit the products of single tokens, for full tiles, ends, and more tokens than are taken at once."""
+    amx, most, n_cols, n_rows = isa.select("amx"), 2 * BYTE_TILE_TOKENS + 3, 768, 64
+    packed = pack(amx, name, random_rows(name, n_rows, n_cols), n_cols)
+    x = np.random.default_rng(3).standard_normal((most + TOGETHER, n_cols)).astype(np.float32)
+    integers, words, _ = quantize(amx, x)
+    scratch, header = aligned(2 * byte_tile_scratch_bytes()), np.array([most, 1], np.int64)
+    first = np.random.default_rng(4).standard_normal((most + 9, n_rows)).astype(np.float32)
+
+    def product(kernel: str, **width: int) -> np.ndarray:
+        y = first.copy()
+        where = [packed.ctypes.data, integers.ctypes.data, words.ctypes.data, y.ctypes.data, y.strides[0], n_cols,
+                 n_rows // 16, header.ctypes.data, 0, header[1:].ctypes.data, 0, scratch.ctypes.data,
+                 len(scratch) // 2]  # fmt: skip
+        run(amx, compiler.name_of(kernel, codec=CODEC_OF[name], epilogue="add", **width), where, n_threads=2)
+        return y
+
+    expected = product("product", width=1)
+    for n in (1, 9, 16, 18, BYTE_TILE_TOKENS + 1, most):
+        header[0] = n
+        y = product("byte_tiles")
+        np.testing.assert_array_equal(y[1 : n + 1], expected[1 : n + 1])
+        np.testing.assert_array_equal(y[n + 1 :], first[n + 1 :])  # nothing is written behind
 
 
 def test_places_of_the_team_are_those_of_the_walk():

@@ -146,16 +146,29 @@ def panel_product(
         sums = dots.results()
         factors, minima = scales(e, codec, block, above)
         for t in range(n_tokens):
-            d = e.broadcast(F32, words_t[t], 0)
-            total = totals[t].get()
             parts = sums[t] if codec.group == 16 or chains == 1 else [e.b.add(*sums[t])]
-            for scale, part, shift in zip(factors, parts, _shifts(e, codec, offset, words_t[t]), strict=True):
-                value = e.b.fmul(e.to_float(part), d) if shift is None else e.fma(e.to_float(part), d, shift)
-                total = e.fma(value, scale, total)
-            for minimum, whole in zip(minima, _wholes(e, codec, words_t[t]), strict=True):
-                total = e.fma(minimum, whole, total)
-            totals[t].set(total)
+            totals[t].set(add_block(e, codec, offset, totals[t].get(), parts, factors, minima, words_t[t]))
     return [total.get() for total in totals]
+
+
+def add_block(
+    e: Emitter,
+    codec: Codec,
+    offset: int,
+    total: Value,
+    parts: list[Value],
+    factors: list[Value],
+    minima: list[Value],
+    words: Value,
+) -> Value:
+    """A token's total with a block more: integer sums of its groups, by scales, minima and the activations' words."""
+    d = e.broadcast(F32, words, 0)
+    for scale, part, shift in zip(factors, parts, _shifts(e, codec, offset, words), strict=True):
+        value = e.b.fmul(e.to_float(part), d) if shift is None else e.fma(e.to_float(part), d, shift)
+        total = e.fma(value, scale, total)
+    for minimum, whole in zip(minima, _wholes(e, codec, words), strict=True):
+        total = e.fma(minimum, whole, total)
+    return total
 
 
 def _wholes(e: Emitter, codec: Codec, words: Value) -> list[Value]:

@@ -99,18 +99,24 @@ def _panels_times_tokens(isa: Isa, codec: Codec, n_tokens: int, epilogue: str, h
     """One panel (or pair) times n_tokens tokens, then the epilogue."""
 
     def finish(e: Emitter, panel, x, words, n_cols, x_stride, words_stride, y, y_stride, bias) -> None:  # type: ignore[no-untyped-def]
-        results = products(e, codec, n_tokens, panel, x, words, n_cols, x_stride, words_stride, paired)
+        gates = products(e, codec, n_tokens, panel, x, words, n_cols, x_stride, words_stride, paired)
+        ups: list[Value | None] = [None] * n_tokens
         if epilogue in GATED:
             bytes_32 = codec.panel_bytes(BLOCK, e.lanes)
             second = e.add(panel, e.b.sdiv(e.mul(n_cols, bytes_32), e.i64(BLOCK)))
             ups = products(e, codec, n_tokens, second, x, words, n_cols, x_stride, words_stride, paired)
-            results = [e.glu(epilogue, gate, up) for gate, up in zip(results, ups, strict=True)]
-        if has_bias:
-            results = [e.b.fadd(value, e.load(e.vf, bias)) for value in results]
-        for t, value in enumerate(results):
-            place = e.add(y, e.mul(y_stride, t))
-            if epilogue == "add":
-                value = e.b.fadd(value, e.load(e.vf, place))
-            e.store(value, place)
+        for t, (gate, up) in enumerate(zip(gates, ups, strict=True)):
+            finish_token(e, epilogue, gate, up, e.add(y, e.mul(y_stride, t)), bias if has_bias else None)
 
     return emitted(isa, 9, finish)
+
+
+def finish_token(e: Emitter, epilogue: str, value: Value, up: Value | None, place: Value, bias: Value | None) -> None:
+    """The epilogue of a panel's product with a token; up: the second of a pair's, for gated ones."""
+    if up is not None:
+        value = e.glu(epilogue, value, up)
+    if bias is not None:
+        value = e.b.fadd(value, e.load(e.vf, bias))
+    if epilogue == "add":
+        value = e.b.fadd(value, e.load(e.vf, place))
+    e.store(value, place)
