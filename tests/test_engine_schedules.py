@@ -64,7 +64,7 @@ def check(engine: Engine, backend: PagedFake) -> None:
     slots = engine._slots._slots
     assert len(engine._work.tasks) <= engine.n_parallel
     assert [slot.task for slot in slots if slot.task] == sorted(engine._work.tasks, key=lambda task: task.slot.sequence)
-    on_its_way = engine._work._window  # its tokens are in the backend already
+    on_its_way = engine._work._piece  # its tokens are in the backend already
     for slot in slots:
         ahead = on_its_way.n_tokens if on_its_way and on_its_way.task is slot.task else 0
         assert slot.n_cached + ahead == backend.length(slot.sequence) == len(backend.cells[slot.sequence])

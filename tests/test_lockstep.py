@@ -11,13 +11,15 @@ from test_engine_schedules import by_hand, check, finish, generation, result
 
 from edgert.errors import DoesNotFitError
 from edgert.generation import Limits
+from edgert.generation.lockstep import PIECE
 
 PARTS = 3  # that a window takes
 
 
-def reading(n_prompt: int, users: tuple[str, ...] = ("b",), **options: Any) -> Any:
+def reading(n_prompt: int, users: tuple[str, ...] = ("b",), n_window: int = 16) -> Any:
     """An engine with a reply that runs, and prompts of so many tokens that come then."""
-    backend = PagedFake(n_ctx=400, n_batch=64, n_seq_max=6, parts=PARTS, **options)
+    backend = PagedFake(n_ctx=400, n_batch=64, n_seq_max=6, parts=PARTS)
+    backend.n_window = n_window
     engine = by_hand(backend, Limits(prefix_cache="off"))
     reply = generation([1, 2, 3], user="a", max_tokens=200)
     engine.submit(reply)
@@ -32,12 +34,14 @@ def reading(n_prompt: int, users: tuple[str, ...] = ("b",), **options: Any) -> A
 
 def test_every_step_of_a_window_gives_a_reply_its_token() -> None:
     backend, engine, reply, (prompt,) = reading(64)
-    before = reply.n_predicted
-    for turn in range(1, 4 * PARTS + 1):
-        assert prompt.n_predicted == 0
+    before, turn = reply.n_predicted, 0
+    while not prompt.n_predicted:
         engine._turn()
+        turn += 1
         check(engine, backend)
         assert reply.n_predicted == before + turn
+    # A step in which a window ends goes on with the next if there is time.
+    assert PARTS + 3 * (PARTS - 1) <= turn <= 4 * PARTS
     assert prompt.n_predicted == 1  # the last window's logits, and no step of its own for them
     windows = [batch for batch in backend.batches if len(batch) > 1]
     assert [len(batch) for batch in windows] == [16] * 4
@@ -49,16 +53,35 @@ def test_every_step_of_a_window_gives_a_reply_its_token() -> None:
     assert backend.n_pages == 0
 
 
-def test_what_is_no_whole_window_is_read_beside_the_reply() -> None:
-    backend, engine, reply, (prompt,) = reading(41)
+@pytest.mark.parametrize("n_prompt", [41, 32 + 2, 32 + 1])
+def test_what_is_no_whole_window_is_read_between_steps_too(n_prompt: int) -> None:
+    backend, engine, reply, (prompt,) = reading(n_prompt)
     engine._turn()
     sequence = prompt.slot.sequence
+    before, turns = reply.n_predicted, 0
+    while not prompt.n_predicted:
+        engine._turn()
+        turns += 1
+        check(engine, backend)
+        assert reply.n_predicted == before + turns
     finish(engine, [prompt])
-    assert result(prompt) == (told(prompt_of(0, 41), 5), "length")
-    mixed = [batch for batch in backend.batches if len(set(batch.sequences)) == 2]
-    places = [p for b in mixed for s, p in zip(b.sequences, b.positions, strict=True) if s == sequence and p < 41]
-    assert places == list(range(32, 41))
+    assert result(prompt) == (told(prompt_of(0, n_prompt), 5), "length")
+    of_prompt = [batch for batch in backend.batches if sequence in batch.sequences and batch.positions[0] < n_prompt]
+    pieces = [batch.positions.tolist() for batch in of_prompt if set(batch.sequences) == {sequence}]
+    end = [] if n_prompt == 33 else [list(range(32, n_prompt))]  # a single token is read as a reply's next one is
+    assert pieces == [list(range(16)), list(range(16, 32)), *end]
     finish(engine, [reply])
+
+
+@pytest.mark.parametrize("n_prompt, lengths", [(63, [PIECE] * 3 + [15]), (100, [64, PIECE, PIECE, 4])])
+def test_ends_longer_than_a_piece_are_read_in_several(n_prompt: int, lengths: list[int]) -> None:
+    backend, engine, reply, (prompt,) = reading(n_prompt, n_window=64)
+    engine._turn()
+    sequence = prompt.slot.sequence
+    finish(engine, [prompt, reply])
+    assert result(prompt) == (told(prompt_of(0, n_prompt), 5), "length")
+    batches = [batch for batch in backend.batches if set(batch.sequences) == {sequence}]
+    assert [len(batch) for batch in batches if batch.positions[0] < n_prompt] == lengths
 
 
 def test_users_read_a_window_each_in_turn() -> None:
@@ -82,7 +105,7 @@ def test_who_leaves_within_a_window_gives_it_back(n_turns: int) -> None:
     engine._turn()
     assert prompt.done and result(prompt) == ([], "cancelled")
     check(engine, backend)
-    assert backend.n_pages < pages and engine._work._window is None
+    assert backend.n_pages < pages and engine._work._piece is None
     finish(engine, [reply])
     assert result(reply) == (told([1, 2, 3], 200), "length")
 
@@ -91,7 +114,7 @@ def test_one_that_is_set_aside_within_a_window_reads_it_again() -> None:
     backend, engine, reply, (prompt,) = reading(64)
     engine._turn()
     engine._turn()
-    assert engine._work._window is not None
+    assert engine._work._piece is not None
     engine._admission.set_aside(prompt)
     check(engine, backend)
     finish(engine, [prompt, reply])
@@ -101,10 +124,10 @@ def test_one_that_is_set_aside_within_a_window_reads_it_again() -> None:
 def test_a_window_is_finished_at_once_when_no_reply_is_left() -> None:
     _, engine, reply, (prompt,) = reading(64)
     engine._turn()
-    assert engine._work._window is not None
+    assert engine._work._piece is not None
     reply.cancelled = True
     engine._turn()
-    assert engine._work._window is None and prompt.slot.n_cached == 16
+    assert engine._work._piece is None and prompt.slot.n_cached == 16
     finish(engine, [prompt])
     assert result(prompt) == (told(prompt_of(0, 64), 5), "length")
 

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STEPS = 32  # steps that are counted together
+PIECE = 16  # tokens outside whole windows that are read together between the steps of replies
 FEW = 32  # tokens of one reply that the backend is given without the ado of a batch
 _NO_LOGITS = np.empty((0, 0), np.float32)
 
 
-class Window(NamedTuple):
-    """Whole windows of a task's prompt on their way, which are read between the steps of replies."""
+class Piece(NamedTuple):
+    """A piece of a task's prompt on its way, which is read between the steps of replies."""
 
     task: Task
     n_tokens: int
@@ -42,7 +43,8 @@ class Lockstep:
     """Tasks that have a slot, all of them a step further at a time.
 
     How much of whose prompt a step reads is the pace's affair (`schedule.Pace`). Where the backend can be interrupted,
-    whole windows are read a few layers at a time between the steps of replies; elsewhere beside them, in one step.
+    prompts are read piece by piece, a few layers at a time, between the steps of replies; elsewhere beside them, in one
+    step.
 
     tasks:      those that run, in the order in which they began
     meanwhile:  called right before the backend computes, which frees the interpreter for other threads
@@ -66,8 +68,8 @@ class Lockstep:
         comfort = (0.0 if backend.pauses else UNMINDED) if limits.comfort is None else limits.comfort
         self._pace = Pace(backend.n_batch, backend.n_window, limits.stall, comfort)
         self._interruptible = backend.pauses and backend.n_batch >= backend.n_window
-        self._window: Window | None = None
-        self._n_windows = 0  # that have begun
+        self._piece: Piece | None = None
+        self._n_pieces = 0  # that have begun
         self.tasks: list[Task] = []
         self._n_readings = 0  # tasks that want states, among them
         self._n_readers = 0  # prompts that are being read
@@ -89,8 +91,8 @@ class Lockstep:
     def leave(self, task: Task) -> None:
         """Lets a task go, before its slot is released."""
         self._account()
-        if self._window and self._window.task is task:
-            self._window = None
+        if self._piece and self._piece.task is task:
+            self._piece = None
         self.tasks.remove(task)
         self._n_readings -= isinstance(task, Reading)
         if self._speculator:
@@ -101,7 +103,7 @@ class Lockstep:
             self._counters.drafted(task.drafts)
 
     def step(self) -> None:
-        """Evaluates a batch in which each task has its part, and something of a prompt's window, if one is on its way.
+        """Evaluates a batch in which each task has its part, and something of a prompt's piece, if one is on its way.
 
         Raises: DoesNotFitError when the cache is full; whatever the backend raises.
         """
@@ -110,8 +112,8 @@ class Lockstep:
             parts = self._observed(parts)
         if parts:
             self._evaluate(parts)
-        if self._window:
-            self._read_on(self._window)
+        if self._piece:
+            self._read_on()
 
     def _evaluate(self, parts: list[tuple[Task, int, int]]) -> None:
         """One batch, whose logits are handed out."""
@@ -126,7 +128,7 @@ class Lockstep:
         ended = perf_counter()
         self._spent = ended - began
         self._steps += (began, ended)
-        if self._n_single or self._n_wide or self._window or len(self._steps) >= 2 * STEPS:
+        if self._n_single or self._n_wide or self._piece or len(self._steps) >= 2 * STEPS:
             self._account(parts)
         for task, count, rows in guessed or parts:
             task.slot.n_cached += count
@@ -149,16 +151,15 @@ class Lockstep:
             prompts = [task for task in self.tasks if task.slot.pending > 1]
             self._n_readers = len(prompts)
             window, turn = self._backend.n_window, self._counters.n_steps
-            whole = [task for task in prompts if self._fills_window(task)]
-            if not self._window and whole and parts:
-                self._window = self._begin_window(whole)
-            if self._window:  # the others read what is no whole window
-                prompts = [task for task in prompts if task not in whole]
+            if not self._piece and parts:
+                self._begin_piece()
+            if self._piece:
+                prompts = [task for task in prompts if not self._in_pieces(task)]
             if not prompts:
                 return parts
             self._depth = max(task.slot.n_cached for task in prompts)
             budget, singles = self._pace.allows(len(parts), self._depth, self._n_readers)
-            for task, count in shared_out(prompts, singles if self._window else budget, singles, window, turn):
+            for task, count in shared_out(prompts, singles if self._piece else budget, singles, window, turn):
                 count = min(count, task.most_at_once)
                 wide = wide_part(task.slot.n_cached, count, window)
                 self._n_wide += wide
@@ -166,49 +167,57 @@ class Lockstep:
                 parts.append((task, count, count if task.want_all else int(count == task.slot.pending)))
         return parts
 
-    def _fills_window(self, task: Task) -> bool:
-        """Whether what the task reads next is a window that can be read between steps."""
-        slot, window = task.slot, self._backend.n_window
-        return (
-            self._interruptible
-            and isinstance(task, Generation)
-            and slot.n_cached % window == 0
-            and slot.pending >= window
-        )
+    def _in_pieces(self, task: Task) -> bool:
+        """Whether the task's prompt can be read between steps."""
+        return self._interruptible and isinstance(task, Generation)
 
-    def _begin_window(self, tasks: Sequence[Task]) -> Window:
-        """The next window of one of these tasks, of another user than before if there is one."""
-        n = self._backend.n_window
-        task, _ = shared_out(tasks, n, window=n, turn=self._n_windows)[0]
-        self._n_windows += 1
+    def _begin_piece(self) -> None:
+        """Sets out to read more of a prompt, of another user than before if there is one."""
+        window = self._backend.n_window
+        tasks = [task for task in self.tasks if task.slot.pending > 1 and not task.done and self._in_pieces(task)]
+        if not tasks:
+            return
+        task, _ = shared_out(tasks, window, window=window, turn=self._n_pieces)[0]
+        self._n_pieces += 1
         slot = task.slot
+        n = window - slot.n_cached % window
+        if n < window or slot.pending < window:
+            n = min(n, slot.pending, PIECE)
         rows = int(slot.pending == n)
         tokens = slot.tokens[slot.n_cached : slot.n_cached + n].tolist()
         batch = Batch.of(tokens, slot.n_cached, slot.sequence, "last" if rows else "none")
-        return Window(task, n, rows, self._backend.in_parts(batch))
+        self._piece = Piece(task, n, rows, self._backend.in_parts(batch))
 
-    def _read_on(self, window: Window) -> None:
-        """Reads so much of a window as replies can wait for, or all of it where there are none."""
-        task = window.task
+    def _read_on(self) -> None:
+        """Reads so much of prompts as replies can wait for, or all of a piece where there are none."""
         seconds = self._pace.seconds(self._n_replies, self._n_readers, self._spent) if self._n_replies else math.inf
         self._meanwhile()
+        began = perf_counter()
+        while self._piece and self._go_on(self._piece, seconds - (perf_counter() - began)):
+            if self._n_replies and perf_counter() - began < seconds / 2:
+                self._begin_piece()
+
+    def _go_on(self, piece: Piece, seconds: float) -> bool:
+        """Reads something more of a piece; whether that was the end of it."""
+        task = piece.task
         try:
             users = [task.user for task in self.tasks]
-            logits = self._slots.making_room(lambda: window.go_on(seconds), users, alone=len(self.tasks) == 1)
+            logits = self._slots.making_room(lambda: piece.go_on(seconds), users, alone=len(self.tasks) == 1)
             if logits is None:
-                return
-            self._window = None
-            task.slot.n_cached += window.n_tokens
-            self._counters.prompt_tokens += window.n_tokens
-            task.advance(logits[: window.n_rows])
+                return False
+            self._piece = None
+            task.slot.n_cached += piece.n_tokens
+            self._counters.prompt_tokens += piece.n_tokens
+            task.advance(logits[: piece.n_rows])
         except DoesNotFitError:
-            self._window = None
+            self._piece = None
             raise
         except Exception as error:  # its own affair, the others go on
-            self._window = None
+            self._piece = None
             if not isinstance(error, EdgertError):
                 logger.exception("a request failed")
             task.fail(error)
+        return True
 
     def _guess(self, parts: list[tuple[Task, int, int]]) -> list[tuple[Generation, int, int]] | None:
         """The same parts with guesses to check; None unless all wait for their next token and something is tried."""
@@ -323,7 +332,7 @@ class Lockstep:
         n_prompt = self._n_single + self._n_wide if parts else 0
         times = list(zip(steps[::2], steps[1::2], strict=True))
         steps.clear()
-        disturbed = self._window is not None  # what a window leaves in the processor's caches is not what replies need
+        disturbed = self._piece is not None  # what a prompt leaves in the processor's caches is not what replies need
         for began, ended in () if disturbed else times[:-1] if n_prompt else times:
             self._pace.learn(self._n_replies, 0, 0, 0, ended - began)
         if n_prompt:
