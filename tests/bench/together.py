@@ -2,7 +2,8 @@
 
 `python tests/bench/together.py [MODEL] [-t THREADS] [--only stall|clients|prefix] [--comfort S]` prints
 
-stall    the gaps between the pieces of a reply, alone and while another's prompt of 4,000 tokens is read
+stall    the gaps between the pieces of a reply, alone and while another's prompt of 4,000 tokens is read; of these the
+         worst without the time in which threads were ready and had no core (Linux)
 clients  tokens a second of one client and of eight at once, 126 tokens of prompt and 128 of reply each
 prefix   the time to the first token after a system prompt of 2,000 tokens, cold, warm, and for eight who share it
 """
@@ -14,6 +15,7 @@ import statistics
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -37,12 +39,25 @@ def times(stream: Any) -> Iterator[float]:
         yield perf_counter()
 
 
+def waited() -> dict[str, float]:
+    """Seconds that each thread of this process has waited for a core; empty where the system does not tell."""
+    threads = Path("/proc/self/task").glob("*/schedstat")
+    return {path.parent.name: int(path.read_text().split()[1]) / 1e9 for path in threads}
+
+
 def stall(model: edgert.Model) -> None:
     """Gaps in milliseconds; a reply runs from before the prompt comes until after its first token."""
     for seed in range(2):
         stream = model.generate(prompt(model, 60, 10 + seed), True, max_tokens=3500, **GREEDY)
         moments: list[float] = []
-        reader = threading.Thread(target=lambda s=stream, m=moments: m.extend(times(s)))
+        waits: list[dict[str, float]] = []
+
+        def read(stream: Any = stream, moments: list[float] = moments, waits: list[dict[str, float]] = waits) -> None:
+            for moment in times(stream):
+                moments.append(moment)
+                waits.append(waited())
+
+        reader = threading.Thread(target=read)
         reader.start()
         wait(1.0)
         began = perf_counter()
@@ -53,11 +68,15 @@ def stall(model: edgert.Model) -> None:
         gaps = [(a, 1e3 * (b - a)) for a, b in pairwise(moments)]
         alone = [gap for at, gap in gaps if at < began - 0.01 and at > moments[0] + 0.1]
         beside = [gap for at, gap in gaps if began <= at < first]
+        held = [max((v - u.get(thread, v) for thread, v in after.items()), default=0.0) for u, after in pairwise(waits)]
+        own = [gap - 1e3 * late for (_, gap), late in zip(gaps, held, strict=True)]
+        own = [gap for gap, (at, _) in zip(own, gaps, strict=True) if began <= at < first]
         usual, median, worst = statistics.median(alone), statistics.median(beside), max(beside)
         print(
             f"gap alone {usual:.2f} ms (worst {max(alone):.2f}), beside a prompt of 4,000 in {first - began:.2f} s: "
             f"median {median:.2f}, 99 % {np.percentile(beside, 99):.2f}, worst {worst:.2f} = {worst / usual:.1f} and "
-            f"{worst / median:.1f} medians; {len(beside)} steps"
+            f"{worst / median:.1f} medians, without waits for a core {max(own):.2f} = {max(own) / median:.1f} medians; "
+            f"{len(beside)} steps"
         )
 
 
