@@ -20,7 +20,7 @@ PROCESSORS = {
     "Alder Lake": ("x86_64", [*AVX2, "avxvnni"], ["avxvnni", "avx2"]),
     "Sapphire Rapids": (
         "x86_64",
-        [*AVX512, "avx512vnni", "avxvnni", "avx512bf16", "amx-tile", "amx-bf16"],
+        [*AVX512, "avx512vnni", "avxvnni", "avx512bf16", "amx-tile", "amx-bf16", "amx-int8"],
         ["amx", "avx512", "avxvnni", "avx2"],
     ),
     "without AVX2": ("x86_64", ["sse4.2", "avx"], []),
