@@ -14,10 +14,17 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST = 8  # processes side by side, each of which may hold 1 GB
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that tests say `from tiny import write_tiny`
+
+# A busy machine fails no test: nothing is asserted of how long an example takes. Fixtures are not changed by examples.
+settings.register_profile(
+    "edgert", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("edgert")
 
 
 def processors() -> int:

@@ -136,7 +136,7 @@ def test_many_at_once(model: Model) -> None:
     assert texts == [model.generate("x", json_schema=PERSON, seed=seed, max_tokens=200).text for seed in range(8)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(words=st.lists(st.text("ab{}[]()|*+?.\\\"' é", min_size=1, max_size=6), min_size=1, max_size=4, unique=True))
 def test_any_words(model: Model, words: list[str]) -> None:
     pattern = "|".join(re.sub(r"([^\w\s])", r"\\\1", word) for word in words)

@@ -191,7 +191,7 @@ def run_schedule(
     assert len(engine._slots._index) == 0
 
 
-relaxed: Any = settings(deadline=None, suppress_health_check=list(HealthCheck))
+relaxed: Any = settings(suppress_health_check=list(HealthCheck))
 test_a_hundred_random_schedules = settings(relaxed, max_examples=100)(schedules(run_schedule))
 test_a_thousand_random_schedules = pytest.mark.slow(settings(relaxed, max_examples=1000)(schedules(run_schedule)))
 

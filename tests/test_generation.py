@@ -114,7 +114,7 @@ def test_the_same_prompt_three_times() -> None:
         assert len({model.generate("same", max_tokens=20).text for _ in range(3)}) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=1, max_size=12),
     n_seq_max=st.integers(1, 3),

@@ -137,7 +137,7 @@ CHAINS = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     n=st.integers(2, 700),
     seed=st.integers(0, 10**6),
@@ -164,7 +164,7 @@ def test_the_chain_equals_a_plain_reading(n: int, seed: int, scale: float, ties:
 def test_the_kernel_chooses_what_numpy_chooses(isa: str) -> None:
     kernel, n_checked = SampleKernel(select(isa)), 0
 
-    @settings(max_examples=500, deadline=None)
+    @settings(max_examples=500)
     @given(
         n=st.integers(2, 3000),
         seed=st.integers(0, 10**6),

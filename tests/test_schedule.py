@@ -166,7 +166,7 @@ def test_who_left_is_not_kept() -> None:
     assert order(queue) == ["first", "other"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from(["add", "take", "drop", "back", "end", "late"]), st.integers(0, 3))))
 def test_nobody_is_lost_or_comes_twice(actions: list[tuple[str, int]]) -> None:
     """Whatever is done, the queue holds those that were added and not taken, dropped or overdue."""
@@ -294,7 +294,7 @@ def test_a_prompt_alone_is_read_as_fast_as_it_goes_but_can_be_stopped() -> None:
     assert budget == singles and 0.05 < singles * 10.0 / 512 <= 0.5
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(points=st.lists(st.tuples(st.floats(0, 8000), st.floats(0, 1)), min_size=1, max_size=50), x=st.floats(0, 8000))
 def test_no_cost_is_below_nothing(points: list[tuple[float, float]], x: float) -> None:
     line = Line()
@@ -315,7 +315,7 @@ def test_a_line_follows_what_changes() -> None:
     assert line(3800) < 90
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     steps=st.lists(
         st.tuples(
@@ -400,7 +400,7 @@ def test_tokens_outside_windows_are_few() -> None:
     assert seen == [60, 128, 256, 320, 330, 340, 350]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     given=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 300), st.integers(0, 200)), max_size=6),
     budget=st.integers(0, 512),

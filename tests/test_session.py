@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgert
@@ -273,7 +273,7 @@ def test_a_full_cache_makes_room(open_model: Open, tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.mktemp("s") / "s"
     path.write_bytes(session.MAGIC + content)
@@ -318,7 +318,7 @@ def saved(open_model: Open, tmp_path: Path) -> Saved:
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 def test_any_damage_is_refused(saved: Saved, data: st.DataObject) -> None:
     """Cut, lengthened, or changed anywhere."""
     content = bytearray(saved.content)
@@ -345,7 +345,7 @@ def test_any_damage_is_refused(saved: Saved, data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_any_forgery_is_refused_or_right(saved: Saved, data: st.DataObject) -> None:
     """A header that somebody wrote by hand, with a right checksum."""
     header = json.loads(json.dumps(saved.header))

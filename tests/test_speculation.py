@@ -347,7 +347,7 @@ def test_sampled_replies_follow_the_targets_distribution(kind: str) -> None:
 # Parts
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_the_memory_finds_only_what_is_there(data: st.DataObject) -> None:
     memory = NgramMemory(200)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from edgert.stopping import StopStrings
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     text=st.text("ab", max_size=30),
     stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),

@@ -65,7 +65,7 @@ def check(cache: PagedCache, expected: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("type_k", ["f16", "q4_0"])
 @given(STEPS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_history(type_k: str, steps: list[tuple[str, int, int, int]]) -> None:
     cache = make(type_k)
     expected: list[list[int]] = [[] for _ in range(N_SEQ)]
@@ -119,7 +119,7 @@ def test_a_window_that_is_nearly_the_context_has_no_pages_of_its_own() -> None:
 
 
 @given(st.lists(st.integers(1, 4096), min_size=1, max_size=16))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_what_is_wasted(lengths: list[int]) -> None:
     """Positions in pages that hold none, at any mix of lengths: at most a page less one a sequence, so under 4 % of
     what is cached wherever sequences have 375 positions or more in the mean."""

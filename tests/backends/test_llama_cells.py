@@ -17,7 +17,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(STEPS)
 def test_cells_in_use(steps: list[tuple[str, int, int, int]]) -> None:
     cells, expected, names = Cells(4), [[] for _ in range(4)], itertools.count()

@@ -102,7 +102,7 @@ def test_decoder_equals_ggml(ggml: ctypes.CDLL, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in DECODABLE if name not in ("F32", "F16", "BF16", "Q1_0")])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_any_block_decodes_as_gguf_has_it(name: str, data: st.DataObject) -> None:
     """Blocks of extremes too: all bits set, none, single fields."""

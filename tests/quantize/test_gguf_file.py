@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf_bytes import raw_file, raw_key, string, write
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgert.errors import ModelFileError
@@ -59,7 +59,7 @@ def add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
 names = st.text(st.characters(codec="ascii", categories=["Ll", "Nd"]), min_size=1, max_size=30)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     values=st.dictionaries(names, scalars, max_size=6),
     shapes=st.dictionaries(names, st.lists(st.integers(1, 5), min_size=1, max_size=4), max_size=5),

@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf_bytes import raw_file, raw_key, raw_tensor, refusal, string, write
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgert.errors import EdgertError, ModelFileError, UnsupportedFormatError
@@ -252,7 +252,7 @@ def test_a_cut_download_tells_both_sizes(tmp_path: Path) -> None:
     assert f"it has {size // 2:,} bytes, and the tensor 'w' reaches to byte {end:,}" in refusal(path)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(data=st.binary(max_size=400), magic=st.booleans())
 @example(data=b"", magic=True)
 def test_any_bytes_end_cleanly(tmp_path: Path, data: bytes, magic: bool) -> None:

@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixtures import N_USED, write_mixture
 
@@ -168,7 +168,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in ("a.gguf", "a.dat")}
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(data=st.data(), name=st.sampled_from(["a.gguf", "a.dat"]))
 def test_damage_never_surprises(data: st.DataObject, name: str, sound: dict[str, bytes], tmp_path: Path) -> None:
     """Whatever happens to a file, reading it gives statistics that can be used, or one of edgert's errors."""

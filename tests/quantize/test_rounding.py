@@ -74,7 +74,7 @@ numbers = st.floats(-60000, 60000, width=32, allow_nan=False)
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "IQ4_NL"])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow])
 @given(data=st.data())
 def test_plain_on_any_block(name: str, data: st.DataObject):
     few = data.draw(st.lists(numbers, min_size=1, max_size=12))

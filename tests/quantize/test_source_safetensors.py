@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgert.errors import EdgertError, ModelFileError, UnsupportedFormatError
@@ -168,7 +168,7 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=600)
 @given(
     st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), entries | json_values, max_size=4),
     st.integers(0, 64),
@@ -191,7 +191,7 @@ def test_any_header_is_read_or_refused(tmp_path: Path, header: dict[str, Any], n
     file.close()
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400)
 @given(st.lists(st.tuples(st.integers(0, 250), st.integers(0, 255)), min_size=1, max_size=6))
 def test_flipped_bytes_are_read_or_refused(tmp_path: Path, flips: list[tuple[int, int]]) -> None:
     path = file_of(tmp_path / "m.safetensors", HEADER)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fake import fake_model, says
 from harness import Server, serving_model
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgert.server.service import Settings
@@ -136,7 +136,7 @@ def test_an_escaped_nul_is_text(server: Server) -> None:
     assert server.ok(CHAT, messages=[{"role": "user", "content": "a\x00b"}])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(st.binary(max_size=200))
 def test_any_bytes(server: Server, body: bytes) -> None:
     status, _, _ = server.raw("POST", CHAT, body)
@@ -150,7 +150,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(
     field=st.sampled_from(
         [*NUMBERS, *COUNTS, "stop", "logit_bias", "tools", "tool_choice", "response_format", "messages", "prompt"]

@@ -47,7 +47,6 @@ def test_schemathesis_finds_no_failure() -> None:
 
             @settings(
                 max_examples=40,
-                deadline=None,
                 derandomize=True,
                 phases=[Phase.explicit, Phase.generate],
                 suppress_health_check=list(HealthCheck),

@@ -43,7 +43,7 @@ LISTED = '<tool_call>[{"name": "add", "arguments": {}}, {"name": "now"}]</tool_c
 cuts = st.lists(st.integers(0, 400), max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     case=st.sampled_from(
         [
@@ -83,7 +83,7 @@ def test_calls_between_marks(case: Any, places: list[int]) -> None:
     assert read(Calls(["add", "now"], False), cut(text, places)) == (content, "", calls, reason)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     case=st.sampled_from(
         [
@@ -118,7 +118,7 @@ def test_the_reason_agrees_with_the_content(reason: str) -> None:
     assert read(Calls(["add"], False), [CALL], reason)[3] == ("tool_calls" if reason == "stop" else "length")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     case=st.sampled_from(
         [
@@ -153,7 +153,7 @@ def test_text_is_not_held_longer_than_it_must() -> None:
     assert parser.push("ast>") == [{"content": " <toast>"}]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text('<>/thinkool_ca \n{}[]"x', max_size=60), places=cuts, bare=st.booleans(), begun=st.booleans())
 def test_nothing_is_lost(text: str, places: list[int], bare: bool, begun: bool) -> None:
     """Every text comes out, save marks and white space, the same for any cuts."""

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_server import GGUF, Index, tidy
 
@@ -109,7 +109,7 @@ def test_names_from_requests_stay_inside(name: str, folder: Path) -> None:
     assert (folder.parent / "secret.gguf").exists()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(st.one_of(st.text(max_size=40), st.text("./\\:~ahfpyi\0", max_size=20)))
 def test_any_name_stays_inside(folder: Path, name: str) -> None:
     folder.mkdir(exist_ok=True)
