@@ -102,10 +102,11 @@ def together(client: Client, n_clients: int, n: int, seed: int) -> tuple[float, 
 def stall(client: Client, n_prompt: int, seed: int) -> dict[str, float]:
     """Gaps between tokens of a stream while another client's long prompt is read."""
     times: list[float] = []
-    reader = threading.Thread(target=client.stream, args=(client.prompt(20, seed), 400, times))
+    reader = threading.Thread(target=client.stream, args=(client.prompt(20, seed), 1500, times))
     long = client.prompt(n_prompt, seed + 1)
     reader.start()
-    time.sleep(0.4)
+    while len(times) < 17:  # its start, and some tokens
+        time.sleep(0.005)
     began = time.perf_counter()
     other: list[float] = []
     client.stream(long, 1, other)
