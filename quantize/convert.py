@@ -8,14 +8,13 @@ from pathlib import Path
 
 from edgert.errors import UnsupportedFormatError
 from edgert.quantize import rounding
-from edgert.quantize.formats import FORMATS
+from edgert.quantize.formats import FILE_TYPES, FLOATS, FORMATS
 from edgert.quantize.gguf_value import Value
 from edgert.quantize.gguf_writer import Writer
 from edgert.quantize.mixes import is_quantizable
 from edgert.quantize.source import Source, open_source
 from edgert.quantize.source_tensor import SourceTensor
 
-FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}  # llama.cpp's general.file_type
 _F16_MAX = 65519.996  # larger ones round to infinity
 
 
@@ -56,8 +55,8 @@ def convert(
 
     Raises: ModelFileError, UnsupportedFormatError, DoesNotFitError.
     """
-    if format not in FILE_TYPES:
-        raise UnsupportedFormatError(f"{format!r} is no type of floats; convert writes {', '.join(FILE_TYPES)}.")
+    if format not in FLOATS:
+        raise UnsupportedFormatError(f"{format!r} is no type of floats; convert writes {', '.join(FLOATS)}.")
     if not isinstance(source, Source):
         with open_source(source, allow_requantize=allow_requantize) as opened:
             return convert(opened, out, format, split_max_size=split_max_size, resume=resume, progress=progress)

@@ -11,20 +11,13 @@ from edgert.errors import DoesNotFitError
 from edgert.quantize import encoding, mixes
 from edgert.quantize.allocation import Pins, allocate, candidates, offered, padded_bytes
 from edgert.quantize.convert import fits_f16
-from edgert.quantize.formats import FLOATS, FORMATS, Format
+from edgert.quantize.formats import FILE_TYPES, FLOATS, FORMATS, Format
 from edgert.quantize.gguf_value import Value
 from edgert.quantize.report import Fallback
 from edgert.quantize.settings import Budget
 from edgert.quantize.source import Source
 
 QUANTIZATION_VERSION = 2
-# llama.cpp's general.file_type by the name of the mix, or of the type that most weights have.
-FILE_TYPES = {
-    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K_S": 11, "Q3_K": 12,
-    "Q3_K_M": 12, "Q3_K_L": 13, "Q4_K_S": 14, "Q4_K": 15, "Q4_K_M": 15, "Q5_K_S": 16, "Q5_K": 17, "Q5_K_M": 17,
-    "Q6_K": 18, "IQ2_XXS": 19, "IQ2_XS": 20, "Q2_K_S": 21, "IQ3_XXS": 23, "IQ1_S": 24, "IQ4_NL": 25, "IQ3_S": 26,
-    "IQ2_S": 28, "IQ4_XS": 30, "IQ1_M": 31, "BF16": 32, "TQ1_0": 36, "TQ2_0": 37, "MXFP4": 38, "NVFP4": 39, "Q1_0": 40,
-}  # fmt: skip
 
 Loss = Callable[[str, Format], float]  # what the output loses when this tensor alone takes this type
 

@@ -278,6 +278,13 @@ def test_facts_are_the_file_s(tiny_model: Callable[..., Path]) -> None:
     assert (facts.n_vocab, facts.model_filename) == (384, str(path))
 
 
+@pytest.mark.parametrize(
+    ("number", "name"), [(0, "all F32"), (12, "Q3_K_M"), (15, "Q4_K_M"), (26, "IQ3_S"), (39, "NVFP4"), (999, "mixed")]
+)
+def test_a_file_s_type_is_named_as_llama_cpp_names_it(tiny_model: Callable[..., Path], number: int, name: str) -> None:
+    assert Facts.of(tiny_model("llama", metadata={"general.file_type": number})).model_type == f"llama 0M {name}"
+
+
 def test_threads_are_told_as_they_ran(tiny_model: Callable[..., Path]) -> None:
     """More than the machine has are lowered, and the row says to what."""
     arguments = ["-m", str(tiny_model("llama")), "-p", "8", "-n", "0", "-r", "1", "-t", "4096", "-o", "json"]

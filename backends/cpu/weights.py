@@ -20,9 +20,8 @@ from edgert.errors import UnsupportedFormatError
 from edgert.quantize.formats import FORMATS, check_finite
 from edgert.quantize.gguf_file import GGUFFile, Model
 
-BUFFER_BYTES = (
-    2 << 20
-)  # of raw rows read at a time, of the size of a core's own cache: with half as much threads wait more
+# Of raw rows read at a time: the size of a core's own cache. With half as much, threads wait more.
+BUFFER_BYTES = 2 << 20
 CHUNK_BYTES = 32 << 20  # of packed weights allocated at a time
 FLOAT_CODECS = ("f32", "f16", "bf16")
 

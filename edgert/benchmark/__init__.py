@@ -19,28 +19,6 @@ from edgert.benchmark.runner import Test
 PAUSE = 0.05  # seconds between the runs of two engines
 TRIALS = 1  # runs that decide whether llama.cpp is faster with flash attention
 
-FILE_TYPES = {
-    0: "all F32",
-    1: "F16",
-    2: "Q4_0",
-    3: "Q4_1",
-    7: "Q8_0",
-    8: "Q5_0",
-    9: "Q5_1",
-    10: "Q2_K",
-    11: "Q3_K_S",
-    12: "Q3_K_M",
-    13: "Q3_K_L",
-    14: "Q4_K_S",
-    15: "Q4_K_M",
-    16: "Q5_K_S",
-    17: "Q5_K_M",
-    18: "Q6_K",
-    25: "IQ4_NL",
-    30: "IQ4_XS",
-    32: "BF16",
-}
-
 
 def plan(n_prompt: Sequence[int], n_gen: Sequence[int], n_depth: Sequence[int]) -> list[Test]:
     """All combinations, as llama-bench orders them; 0 leaves a kind out."""
@@ -66,11 +44,13 @@ class Facts:
         """Reads the file's header. Raises: ModelFileError."""
         import math
 
+        from edgert.quantize.formats import FILE_TYPES
         from edgert.quantize.gguf_file import GGUFFile
 
+        names = {number: name for name, number in FILE_TYPES.items()} | {0: "all F32"}
         with GGUFFile.open(path) as file:
             n_params = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
-            kind = FILE_TYPES.get(file.get("general.file_type", int, -1), "mixed")
+            kind = names.get(file.get("general.file_type", int, -1), "mixed")
             return cls(
                 model_filename=str(path),
                 model_type=f"{file.architecture} {_short(n_params)} {kind}",

@@ -81,6 +81,13 @@ def test_table_agrees_with_ggml(ggml: ctypes.CDLL) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("name", "number"), formats.FILE_TYPES.items())
+def test_file_types_agree_with_gguf(name: str, number: int) -> None:
+    """gguf prints a mix by its usual size: Q4_K is Q4_K_M there."""
+    theirs = gguf.LlamaFileType(number).name.removeprefix("ALL_").removeprefix("MOSTLY_").removesuffix("_MOE")
+    assert theirs in (name, f"{name}_M")
+
+
 @pytest.mark.parametrize("name", DECODABLE)
 def test_decoder_equals_gguf(name: str) -> None:
     data = random_rows(name)
