@@ -12,8 +12,8 @@ from tiny import random_weight, vocabulary_metadata, write_gguf
 
 MIXTURES = ("llama", "qwen2moe", "qwen3moe")
 # Of these transformers has no class, or one that it does not share with the rest: llama.cpp alone judges.
-OTHERS = ("deepseek", "bailingmoe", "hunyuan-moe", "ernie4_5-moe", "glm4moe")
-SHARED = ("qwen2moe", *OTHERS)  # have an expert that sees every token
+OTHERS = ("deepseek", "bailingmoe", "hunyuan-moe", "ernie4_5-moe", "glm4moe", "qwen3vlmoe")
+SHARED = ("qwen2moe", *OTHERS[:-1])  # have an expert that sees every token
 DENSE_FIRST = ("deepseek", "ernie4_5-moe", "glm4moe")  # their first layer is no mixture
 N_EXPERT, N_USED = 6, 2
 
@@ -65,10 +65,12 @@ def write_mixture(
     if family in SHARED:
         keys[f"{family}.expert_shared_feed_forward_length"] = n_shared
     if family in OTHERS:
-        keys[f"{family}.expert_shared_count"] = 1
+        keys[f"{family}.expert_shared_count"] = int(family in SHARED)
         keys |= {f"{family}.leading_dense_block_count": int(family in DENSE_FIRST)}
         keys |= {f"{family}.interleave_moe_layer_step": 1, f"{family}.attention.key_length": head_dim}
         keys[f"{family}.attention.value_length"] = head_dim
+    if family == "qwen3vlmoe":  # of text all axes have the same position
+        keys[f"{family}.rope.dimension_sections"] = [6, 5, 5, 0]
     if family in ("deepseek", "bailingmoe", "glm4moe"):  # llama.cpp takes the width of an expert for it
         n_shared = n_ff
         keys[f"{family}.expert_shared_feed_forward_length"] = n_ff
@@ -83,7 +85,7 @@ def write_mixture(
             "attn_output.weight": (n_embd, q),
             "post_attention_norm.weight" if family == "glm4moe" else "ffn_norm.weight": (n_embd,),
         }
-        if family in ("qwen3moe", "hunyuan-moe"):
+        if family in ("qwen3moe", "qwen3vlmoe", "hunyuan-moe"):
             layer |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
         if family in DENSE_FIRST and not i:
             layer |= {f"ffn_{part}.weight": (n_ff, n_embd) for part in ("gate", "up")}

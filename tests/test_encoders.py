@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from tiny import write_gguf
 
 import edgert
-from edgert.errors import ContextFullError, ModelFileError, RequestError
+from edgert.errors import ContextFullError, ModelFileError, RequestError, UnsupportedFormatError
 from edgert.quantize.convert import convert
 from edgert.quantize.gguf_file import GGUFFile
 
@@ -52,13 +53,17 @@ def checkpoint(folder: Path, pooling: str = "", seed: int = 0) -> tuple[Any, Any
             if name.endswith("bias") or "LayerNorm" in name:
                 parameter += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    special = {f"{name.lower()}_token": f"[{name}]" for name in ("UNK", "CLS", "SEP", "PAD", "MASK")}
-    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    write_word_pieces(folder, tokenizer)
     if pooling:
         (folder / "1_Pooling").mkdir()
         (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{pooling}": True}))
     return model, tokenizer
+
+
+def write_word_pieces(folder: Path, tokenizer: Any) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {f"{name.lower()}_token": f"[{name}]" for name in ("UNK", "CLS", "SEP", "PAD", "MASK")}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
 
 
 def states(model: Any, ids: list[int]) -> NDArray[np.float32]:
@@ -187,6 +192,86 @@ def test_nomic_bert_equals_llama_cpp(tmp_path: Path) -> None:
     for text in TEXTS[:3]:
         wanted = llama_cpp_states(path, tokenizer.encode(text).ids)
         assert_close(embedded(path, text, "last"), wanted[-1], 1e-2, 1e-4)
+
+
+NOMIC = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+# As the repository of nomic-embed-text-v1.5 calls them; it was trained on 2,048 positions.
+HUB_NOMIC = {
+    "architectures": ["NomicBertModel"],
+    "model_type": "nomic_bert",
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_inner": 128,
+    "n_positions": 8192,
+    "max_trained_positions": 2048,
+    "activation_function": "swiglu",
+    "layer_norm_epsilon": 1e-12,
+    "causal": False,
+    "prenorm": False,
+    "rotary_emb_base": 1000,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None,
+    "type_vocab_size": 2,
+    "moe_every_n_layers": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def nomic(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """The folder of a tiny NomicBertModel, the model and its tokenizer; the table of tokens is longer than the list."""
+    folder = tmp_path_factory.mktemp("nomic") / "hf"
+    tokenizer, metadata = vocabularies.word_pieces(True)
+    torch.manual_seed(4)
+    n_vocab = len(metadata["tokenizer.ggml.tokens"]) + 6
+    config = transformers.NomicBertConfig(vocab_size=n_vocab, initializer_range=0.2, **NOMIC)
+    model = transformers.NomicBertModel(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name.lower():
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    write_word_pieces(folder, tokenizer)
+    return folder, model, tokenizer
+
+
+@pytest.mark.parametrize("spelling", ["transformers", "hub"])
+def test_nomic_bert_equals_transformers(nomic: tuple[Path, Any, Any], spelling: str, tmp_path: Path) -> None:
+    folder, reference, tokenizer = nomic
+    source = tmp_path / "hf"
+    shutil.copytree(folder, source)
+    if spelling == "hub":
+        n_vocab = reference.config.vocab_size
+        (source / "config.json").write_text(json.dumps({**HUB_NOMIC, "vocab_size": n_vocab}))
+    convert(source, tmp_path / "m.gguf", "F32")
+    with edgert.load(tmp_path / "m.gguf", n_threads=1, backend="cpu") as model:
+        assert model.n_ctx == 2048
+        for text in TEXTS[:3]:
+            ids = tokenizer.encode(text).ids
+            wanted = states(reference, ids)
+            assert_close(model.embed(text, "mean", normalize=False), wanted.mean(0), 5e-3, 1e-5)
+            assert_close(wanted[-1], llama_cpp_states(tmp_path / "m.gguf", ids)[-1], 1e-2, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rotary_emb_interleaved": True}, "rotary_emb_interleaved is True"),
+        ({"rotary_emb_fraction": 0.5}, "rotates a part of each head"),
+        ({"activation_function": "geglu"}, "the activation is 'geglu'"),
+        ({"prenorm": True}, "prenorm is True"),
+        ({"moe_every_n_layers": 2}, "moe_every_n_layers is 2"),
+    ],
+)
+def test_other_encoders_of_that_class_are_refused(
+    nomic: tuple[Path, Any, Any], change: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    """Such as nomic-embed-text-v2-moe."""
+    shutil.copytree(nomic[0], tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(HUB_NOMIC | change))
+    with pytest.raises(UnsupportedFormatError, match=says):
+        convert(tmp_path / "hf", tmp_path / "m.gguf", "F32")
 
 
 def test_a_decoder_that_embeds_reads_its_end_token(tmp_path: Path, tiny_model: Any) -> None:

@@ -55,6 +55,12 @@ def _of_mistral3(config: Config) -> dict[str, Any]:
     return {} if scale is None else {"llama_4_scaling_beta": scale}
 
 
+def _of_nomic_bert(config: Config) -> dict[str, Any]:
+    """Beyond the positions that it was trained on, its rotation would have to be stretched."""
+    trained = config.get("max_trained_positions")
+    return {} if trained is None else {"n_positions": min(config.integer("n_positions", trained), trained)}
+
+
 def _of_lfm2(config: Config) -> dict[str, Any]:
     """Its width follows from the one that config.json states."""
     width = config.integer("block_ff_dim", config.get("intermediate_size"))
@@ -192,6 +198,50 @@ _BERT = Family(
     encoder=True,
     defaults={"layer_norm_eps": 1e-12, "hidden_act": "gelu"},
 )
+_NOMIC_BERT = Family(
+    "nomic-bert",
+    ("NomicBertModel", "NomicBertForMaskedLM"),
+    layer_names={
+        "attn.Wqkv.weight": "attn_qkv.weight",
+        "attn.out_proj.weight": "attn_output.weight",
+        **{f"mlp.fc{i}.weight": f"ffn_{part}.weight" for i, part in ((11, "up"), (12, "gate"), (2, "down"))},
+        **_with_biases({"norm1": "attn_output_norm", "norm2": "layer_output_norm"}),
+        # as transformers calls them
+        **_with_biases(
+            {"post_attention_layernorm": "attn_output_norm", "post_mlp_layernorm": "layer_output_norm"},
+        ),
+    },
+    outer_names={
+        **{name: _BERT.outer_names[name] for name in _BERT.outer_names if "position" not in name},
+        **_with_biases({"emb_ln": "token_embd_norm"}),
+    },
+    tied_head=True,
+    activations=("silu", "swiglu"),
+    settings={
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions",
+        "hidden_act": "activation_function",
+        "layer_norm_eps": "layer_norm_epsilon",
+        "rope_theta": "rotary_emb_base",
+        "partial_rotary_factor": "rotary_emb_fraction",
+    },
+    eps="layer_norm_eps",
+    demanded={
+        "causal": False,
+        "prenorm": False,
+        "parallel_block": False,
+        "use_rms_norm": False,
+        "rotary_emb_interleaved": False,
+        "rotary_emb_scale_base": None,
+        "moe_every_n_layers": 0,
+    },
+    encoder=True,
+    defaults={"layer_norm_eps": 1e-12, "rope_theta": 1000.0},
+    derived=_of_nomic_bert,
+)
 
 FAMILIES = (
     _LLAMA,
@@ -208,6 +258,7 @@ FAMILIES = (
     ),
     _BERT,
     replace(_BERT, classes=("XLMRobertaModel",), first_position=2),
+    _NOMIC_BERT,
     Family(
         "qwen2moe",
         ("Qwen2MoeForCausalLM",),
