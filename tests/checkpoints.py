@@ -11,6 +11,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 SIZES = {
@@ -289,11 +290,25 @@ def make_model(name: str, tied: bool = False, seed: int = 1, **changes: Any) -> 
 
 
 def logits_of(model: Any, tokens: list[int]) -> Any:
-    """transformers' logits, float32 (n, n_vocab)."""
+    """transformers' logits, float32 (n, n_vocab): the answer that it gives twice, on one thread.
+
+    A judge must agree with itself: torch's logits were once off by 1e-4 at late positions, for a reason not found.
+    """
     import torch
 
-    with torch.no_grad():
-        return model(torch.tensor(tokens)[None]).logits[0].float().numpy()
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    answers: list[np.ndarray] = []
+    try:
+        for _ in range(5):
+            with torch.no_grad():
+                answers.append(model(torch.tensor(tokens)[None]).logits[0].float().numpy())
+            apart = [np.abs(answers[-1] - other).max() for other in answers[:-1]]
+            if min(apart, default=np.inf) <= 1e-5 * np.abs(answers[-1]).max():
+                return answers[-1]
+    finally:
+        torch.set_num_threads(n_threads)
+    raise AssertionError(f"torch computes other logits each time: they differ by {apart}")
 
 
 def write_checkpoint(
