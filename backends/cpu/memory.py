@@ -11,13 +11,18 @@ import ctypes
 import functools
 import mmap
 import sys
+import time
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)
 LARGE_PAGE = 2 << 20
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14 and later
+LARGE_AT_ONCE = 8  # large pages after which they are judged
+SLOW = 1e-3  # seconds of a processor for a large page, in which small ones of as many bytes can be had
 
 
 def aligned(n_bytes: int) -> NDArray[np.uint8]:
@@ -29,6 +34,59 @@ def aligned(n_bytes: int) -> NDArray[np.uint8]:
     raw = np.zeros(n_bytes + alignment, np.uint8)
     skip = -raw.ctypes.data % alignment
     return raw[skip : skip + n_bytes]
+
+
+class FreshMemory:
+    """Brings memory into being just before it is written to: in large pages while these come quickly, else in small.
+
+    A host that takes back what its guests leave free gives a small page sooner than a large one, up to ten times as
+    soon. The system may make large ones of them later, when it has time.
+    """
+
+    def __init__(self) -> None:
+        self._works = sys.platform.startswith("linux")
+        self._large = True
+        self._pages: set[int] = set()
+        self._small: list[int] = []
+        self._judged, self._seconds = 0, 0.0
+
+    def touch(self, begin: int, end: int) -> None:
+        """Brings the addresses [begin, end) and what else their large pages hold into being; any thread may."""
+        fresh = set(range(begin // LARGE_PAGE, -(-end // LARGE_PAGE))) - self._pages
+        self._pages |= fresh
+        for page in sorted(fresh):
+            if self._works and not self._large:
+                self._works = _advise(page, mmap.MADV_NOHUGEPAGE)
+                self._small.append(page)
+            if self._works:
+                since = time.thread_time()  # in which no other process counts
+                self._works = _advise(page, POPULATE_WRITE)
+                self._judge(time.thread_time() - since)
+
+    def _judge(self, seconds: float) -> None:
+        self._judged, self._seconds = self._judged + 1, self._seconds + seconds
+        if self._judged == LARGE_AT_ONCE:
+            self._large = self._large and self._seconds < LARGE_AT_ONCE * SLOW
+            self._judged, self._seconds = 0, 0.0
+
+    def settle(self) -> None:
+        """Says that no more memory is needed, and small pages may become large ones."""
+        for page in self._small:
+            _advise(page, mmap.MADV_HUGEPAGE)
+        self._small.clear()
+
+
+def _advise(page: int, advice: int) -> bool:
+    """Whether the system takes an advice about a large page."""
+    advised: int = _madvise()(page * LARGE_PAGE, LARGE_PAGE, advice)
+    return advised == 0
+
+
+@functools.cache
+def _madvise() -> Any:
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return function
 
 
 class Arena:
@@ -66,10 +124,8 @@ def give_back_code(library: str) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     for begin, end in _never_written(library):
-        advise(begin, end - begin, mmap.MADV_DONTNEED)
+        _madvise()(begin, end - begin, mmap.MADV_DONTNEED)
 
 
 @functools.cache

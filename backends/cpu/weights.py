@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edgert.backends.cpu import compiler, copies
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.layouts import BLOCK, CODEC_OF, CODECS, n_panels
-from edgert.backends.cpu.memory import Arena
+from edgert.backends.cpu.memory import Arena, FreshMemory
 from edgert.backends.cpu.team import Team
 from edgert.errors import UnsupportedFormatError
 from edgert.quantize.formats import FORMATS, check_finite
@@ -63,6 +63,13 @@ class Matrix:
     def names(self) -> tuple[str, ...]:
         """The tensors in it."""
         return tuple(dict.fromkeys(part.rows.name for part in self.parts))
+
+    def span(self, part: Part, row: int, n: int, lanes: int) -> tuple[int, int]:
+        """The addresses between which rows [row, row + n) of a part lie; `row` begins a panel of so many lanes."""
+        panel_bytes = self.data.nbytes // self.n_panels
+        first = part.first + row // lanes * part.step
+        last = min(first + n_panels(n, lanes) * part.step, self.n_panels)
+        return self.data.ctypes.data + first * panel_bytes, self.data.ctypes.data + last * panel_bytes
 
 
 class Packer:
@@ -246,16 +253,19 @@ class Packer:
         Raises: ModelFileError for values that are NaN or infinite, or a file that has become shorter.
         """
         others = min(self._team.n_threads, len(self._left)) - 1
+        memory = FreshMemory() if self._arena.n_bytes >= copies.WORTHWHILE else None
         try:
             with ThreadPoolExecutor(max(1, others), "edgert-pack") as pool:
-                helped = [pool.submit(self._work) for _ in range(others)]
-                self._work()
+                helped = [pool.submit(self._work, memory) for _ in range(others)]
+                self._work(memory)
                 for future in helped:
                     future.result()
         finally:
             self._left.clear()
+        if memory:
+            memory.settle()
 
-    def _work(self) -> None:
+    def _work(self, memory: FreshMemory | None) -> None:
         buffer = np.empty(0, np.uint8)
         try:
             while True:
@@ -269,6 +279,8 @@ class Packer:
                 raw = buffer[: n * tensor.row_bytes].reshape(n, tensor.row_bytes)
                 tensor.read_into(raw, (part.rows.start + row) * tensor.row_bytes)
                 check_finite(tensor, raw)
+                if memory:
+                    memory.touch(*matrix.span(part, row, n, self._isa.lanes))
                 pack_rows(None, self._isa, tensor.format.name, raw, matrix, part, row)
         except BaseException:
             self._left.clear()  # the other threads need not go on

@@ -15,6 +15,8 @@ from gguf import GGMLQuantizationType as Type
 from edgert import backends
 from edgert.backends.base import Batch
 from edgert.backends.cpu import copies
+from edgert.backends.cpu.backend import CpuBackend
+from edgert.backends.cpu.memory import FreshMemory
 from edgert.backends.cpu.weights import Packer
 from edgert.cli import rm
 from edgert.errors import RequestError
@@ -47,6 +49,24 @@ def logits(path: Path, packed: list[str] | None = None) -> np.ndarray:
             if backend._keeper:
                 backend._keeper.wait()
             return found
+
+
+def test_all_that_is_packed_is_brought_into_memory_before(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large pages pay where the spans are those of the panels, gate's and up's in turn too."""
+    spans: list[tuple[int, int]] = []
+    monkeypatch.setattr(FreshMemory, "touch", lambda self, begin, end: spans.append((begin, end)))
+    with closing(backends.load(model, backend="cpu", n_ctx=64, n_threads=1)) as backend:
+        assert isinstance(backend, CpuBackend)
+        spans.sort()
+        for matrix in backend._graph.weights.matrices():
+            at, end = matrix.data.ctypes.data, matrix.data.ctypes.data + matrix.data.nbytes
+            own = [span for span in spans if at <= span[0] < end]
+            assert own and own[0][0] == at
+            for begin, stop in own:
+                assert begin <= at and stop <= end
+                at = max(at, stop)
+            panel_bytes = matrix.data.nbytes // matrix.n_panels
+            assert end - at <= panel_bytes  # one that fills up an even number
 
 
 def test_the_second_load_maps_what_the_first_packed(model: Path):
