@@ -136,7 +136,8 @@ def main() -> None:
         model = FakeModel()
         model.verdict = Verdict("auto", "cpu", "a fake", json.dumps(options, sort_keys=True))
         if "warns" in path.name:
-            logging.getLogger("edgert.template").warning("%s has no template", path.name)
+            for _ in ("the model", "its draft"):
+                logging.getLogger("edgert.template").warning("%s has no template", path.name)
         if "bare" in path.name:
             model.template = None
         return model

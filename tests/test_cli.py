@@ -79,7 +79,7 @@ def test_start_is_light() -> None:
     """Neither help nor listing models waits for what only a loaded model needs."""
     code = (
         "import sys; from edgert import cli\n"
-        "assert cli.run([{}]) == 0\n"
+        "assert cli.call([{}]) == 0\n"
         "heavy = {{'numpy', 'numba', 'tokenizers', 'jinja2', 'prompt_toolkit', 'rich', 'huggingface_hub'}}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
@@ -273,7 +273,15 @@ def test_run_reads_standard_input(edgert: Any, tmp_path: Path) -> None:
     (tmp_path / "f.txt").write_text("from a file")
     assert edgert("run", "-f", str(tmp_path / "f.txt"), fake=True).stdout == "you said 'from a file'\n"
     assert edgert("run", "-f", "-", fake=True, stdin=b"dash").stdout == "you said 'dash'\n"
+    assert edgert("run", "-p", "", fake=True, stdin=b"piped").stdout == "you said 'piped'\n"
     assert edgert("run", fake=True, stdin=b"").returncode == 2
+
+
+@pytest.mark.parametrize("prompt", ["", " \n"])
+def test_an_empty_message_is_refused_and_an_empty_text_continued(edgert: Any, prompt: str) -> None:
+    done = edgert("run", "-p", prompt, fake=True)
+    assert (done.returncode, done.stdout) == (2, "") and "The prompt is empty" in done.stderr
+    assert edgert("run", "--raw", "-p", prompt, fake=True).stdout == f"|{prompt}|\n"
 
 
 def test_run_json(edgert: Any) -> None:
@@ -343,6 +351,7 @@ def test_flags_of_the_model(edgert: Any, tmp_path: Path) -> None:
 
 
 def test_warnings_are_sentences(edgert: Any) -> None:
+    """Each is said once, whoever has cause to."""
     assert edgert("run", "-m", "warns", "-p", "x", fake=True).stderr == "edgert: warns has no template\n"
 
 
@@ -351,11 +360,21 @@ def test_compiling_is_told_once_where_no_bar_is_seen(edgert: Any) -> None:
     assert done.stderr == "compiling kernels for this processor, the first time only: about 10 seconds\n"
 
 
+def test_a_dumb_terminal_gets_sentences(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    with ProgressLine() as line:
+        compiling(line)(1, 2)
+    err = capsys.readouterr().err
+    assert err.startswith("compiling kernels") and "\x1b" not in err
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_kernel_that_a_step_needs_is_not_announced_in_an_answer(
     terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setenv("TERM", "xterm")
     with ProgressLine() as line:
         progress = compiling(line)
         progress(1, 2)
@@ -416,6 +435,17 @@ def test_closed_standard_streams(environment: dict[str, str], arguments: str, co
     done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, env=environment, timeout=60)
     assert (done.returncode, done.stdout.decode()) == (code, out)
     assert b"an error of its own" not in done.stderr and b"Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_output_that_cannot_be_written(environment: dict[str, str], buffered: str) -> None:
+    variables = {**environment, "PYTHONUNBUFFERED": buffered}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, FAKE, "run", "-p", "hello"]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, env=variables)
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"edgert: The system refused") and done.stderr.count(b"\n") == 1
 
 
 # Text ---

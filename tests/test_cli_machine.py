@@ -81,7 +81,7 @@ def test_a_plan_that_fits_nowhere_fails_and_says_what_is_missing(
     done = CliRunner().invoke(cli.group, arguments)
     assert isinstance(done.exception, EdgertError)
     assert "MiB are missing; " in str(done.exception) and "at most -c" in str(done.exception)
-    assert cli.run(arguments) == 1
+    assert cli.call(arguments) == 1
     place = json.loads(done.output)["places"][0]
     assert not place["fits"] and place["missing"] > 0 and place["largest_context"] < 90_000
 

@@ -92,6 +92,15 @@ def test_the_catalogues_draft_is_found_beside_the_model(tiny_model: Tiny, tmp_pa
         assert model.speculator is not None and model.speculator.model is None
 
 
+@pytest.mark.parametrize("n_ctx", [1, 2, 5])
+def test_a_context_shorter_than_a_guess(tiny_model: Tiny, n_ctx: int) -> None:
+    target = tiny_model("llama")
+    for arguments in ({"spec": "ngram"}, {"draft": target}):
+        with edgert.load(target, n_ctx=n_ctx, n_threads=1, **arguments) as model:  # type: ignore[arg-type]
+            reply = model.generate([3], temperature=0, ignore_eos=True)
+            assert len(reply.tokens) == n_ctx and reply.finish_reason == "length"
+
+
 def test_no_draft_is_taken_for_another_model(tiny_model: Tiny) -> None:
     with GGUFFile.open(tiny_model("llama")) as file:
         assert loading.find_made_for(file) is None

@@ -49,9 +49,23 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            # The reader left; what is still buffered must not raise again when Python exits.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()  # the reader left
             raise click.exceptions.Exit(141) from None  # as a shell reports SIGPIPE
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """`edgert help VERB` is `edgert VERB --help`."""
+        return super().parse_args(ctx, [*args[1:2], "--help"] if args[:1] == ["help"] else args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Raises: click.UsageError for a verb that there is not, naming the one that was probably meant."""
+        known = self.list_commands(ctx)
+        if args[0] not in known and not args[0].startswith("-"):
+            from edgert.cli.verb import unknown
+
+            raise unknown(args[0], known)
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [verb for verb in VERBS if importlib.util.find_spec(_module(verb))]
@@ -93,7 +107,7 @@ def group() -> None:
     """
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+def call(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line and returns its exit code: 1 for an error, 2 for wrong usage, 130 for Ctrl+C."""
     try:
         code: Any = group.main(arguments, prog_name="edgert", standalone_mode=False)
@@ -112,7 +126,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except MemoryError:
         return _fail("There is not enough memory: close other programs, or choose a smaller model or -c.")
     except OSError as error:
-        where = f" {error.filename}" if error.filename else ""
+        where = f" {error.filename}" if error.filename else " what was printed" if _drop_output() else ""
         return _fail(f"The system refused{where}: {error.strerror or error}.")
     except Exception as error:
         if os.environ.get("EDGERT_DEBUG"):
@@ -121,6 +135,16 @@ def run(arguments: Sequence[str] | None = None) -> int:
             f"edgert met an error of its own ({type(error).__name__}: {error}): "
             "run it again with EDGERT_DEBUG=1 and report what it prints."
         )
+
+
+def _drop_output() -> bool:
+    """Whether what is still to be printed cannot be; it is forgotten then, lest it fail again when Python exits."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _fail(message: str) -> int:
@@ -139,4 +163,4 @@ def main() -> None:
             # A console or a pipe of another encoding must not end an answer; without a locale it takes UTF-8.
             ascii = codecs.lookup(stream.encoding).name == "ascii"
             stream.reconfigure(encoding="utf-8" if ascii else None, errors="replace")
-    sys.exit(run())
+    sys.exit(call())

@@ -11,6 +11,7 @@ import click
 
 from edgert.cli.flags import CACHE_FLAGS, CONTEXT, THREADS_HELP, Threads, backend_flags, backend_options, flag
 from edgert.cli.loading import ProgressLine, compiling, model_path, notices
+from edgert.cli.verb import verb
 
 if TYPE_CHECKING:
     from edgert.benchmark import Result
@@ -30,7 +31,7 @@ class Several(click.ParamType):
         return list(dict.fromkeys(self._type.convert(part, param, ctx) for part in value.split(",")))
 
 
-@click.command()
+@verb()
 @flag("-m", "--model", metavar="MODEL,...", help="The models; without it, smollm2.")
 @click.option("-p", "--n-prompt", type=Several(CONTEXT), default="512", show_default=True, help="Prefill; 0: none.")
 @click.option("-n", "--n-gen", type=Several(CONTEXT), default="128", show_default=True, help="Decode; 0: none.")

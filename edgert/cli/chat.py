@@ -12,6 +12,7 @@ from edgert import store
 from edgert.cli.flags import flag, grammar_flags, model_flags, request_of, sampling_flags
 from edgert.cli.loading import ProgressLine, load
 from edgert.cli.text import TEXT, decoded
+from edgert.cli.verb import verb
 from edgert.errors import ContextFullError, EdgertError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 DRAFTS = ("draft_n", "draft_n_accepted")  # of `Stats`
 
 
-@click.command()
+@verb()
 @model_flags
 @flag("-sys", "--system", type=TEXT, help="A system message.")
 @sampling_flags

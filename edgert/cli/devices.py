@@ -11,9 +11,10 @@ import click
 
 from edgert.cli.flags import json_flag
 from edgert.cli.loading import ProgressLine, compiling
+from edgert.cli.verb import verb
 
 
-@click.command()
+@verb()
 @click.option("--measure/--no-measure", default=True, help="Measure memory and int8 products (seconds).")
 @json_flag
 def command(measure: bool, as_json: bool) -> None:

@@ -18,6 +18,7 @@ import click
 
 from edgert.cli.flags import json_flag
 from edgert.cli.loading import ProgressLine
+from edgert.cli.verb import verb
 
 if TYPE_CHECKING:
     from edgert.backends.selftest import Finding
@@ -39,7 +40,7 @@ class Check:
     advice: str = ""
 
 
-@click.command()
+@verb()
 @click.option("--self-test/--no-self-test", default=True, help="Run a tiny model on every backend.")
 @json_flag
 def command(self_test: bool, as_json: bool) -> None:

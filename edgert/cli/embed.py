@@ -12,9 +12,10 @@ import click
 from edgert.cli.flags import CONTEXT, backend_flags, backend_options, flag, json_flag, threads_flag
 from edgert.cli.loading import ProgressLine, compiling, model_path, notices
 from edgert.cli.text import TEXT, decoded
+from edgert.cli.verb import verb
 
 
-@click.command()
+@verb()
 @flag("-m", "--model", metavar="MODEL", help="The model, best one made for embeddings; without it, smollm2.")
 @click.option("-p", "--prompt", "prompts", multiple=True, type=TEXT, help="A text; may be given several times.")
 @flag(

@@ -12,6 +12,7 @@ import click
 
 from edgert.cli.flags import backend_flags, backend_options, flag, json_flag, threads_flag
 from edgert.cli.loading import ProgressLine, bar, model_path, notices
+from edgert.cli.verb import verb
 
 if TYPE_CHECKING:
     from edgert.quantize.calibration import Statistics
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-@click.command()
+@verb()
 @flag("-m", "--model", metavar="MODEL", help="A model, or a folder in Hugging Face's format.")
 @flag(
     "-f",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,14 +28,14 @@ def bar(share: float) -> str:
 
 
 class ProgressLine:
-    """A line on standard error that is drawn over itself; silent when that is no terminal.
+    """A line on standard error that is drawn over itself; silent where that is no terminal, or a dumb one.
 
     Used as `progress` of `store.pull`: called with (what, done, total). As a context it says nothing once the block
     has ended: a kernel that a later step needs must not be announced in the middle of an answer.
     """
 
     def __init__(self) -> None:
-        self._live = sys.stderr.isatty()
+        self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._shown: tuple[Any, ...] = ()
         self._started = 0.0
         self._first = 0
@@ -140,12 +141,15 @@ def template_text(given: str | None) -> str | None:
 
 @contextmanager
 def notices(line: ProgressLine) -> Iterator[None]:
-    """While the block runs, warnings of edgert are printed as sentences of their own."""
+    """While the block runs, warnings of edgert are printed as sentences of their own, each once."""
+    said = set()
 
     class Notices(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            line.clear()
-            click.echo(f"edgert: {record.getMessage()}", err=True)
+            if (text := record.getMessage()) not in said:  # a draft is warned of what its model was
+                said.add(text)
+                line.clear()
+                click.echo(f"edgert: {text}", err=True)
 
     logger, handler = logging.getLogger("edgert"), Notices(logging.WARNING)
     logger.addHandler(handler)

@@ -8,9 +8,10 @@ import click
 
 from edgert import store
 from edgert.cli.flags import json_flag
+from edgert.cli.verb import verb
 
 
-@click.command()
+@verb()
 @json_flag
 def command(as_json: bool) -> None:
     """Lists the models on this machine, those of other tools included, and those that can be fetched."""

@@ -12,12 +12,13 @@ import click
 from edgert.cli.flags import CONTEXT, backend_flags, backend_options, flag, json_flag, threads_flag
 from edgert.cli.loading import ProgressLine, compiling, model_path, notices
 from edgert.cli.text import decoded
+from edgert.cli.verb import verb
 
 if TYPE_CHECKING:
     from edgert.quantize.divergence import Evaluation
 
 
-@click.command()
+@verb()
 @flag("-m", "--model", metavar="MODEL", help="The model; without it, smollm2.")
 @flag(
     "-f",

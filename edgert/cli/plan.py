@@ -11,12 +11,13 @@ import click
 
 from edgert.cli.flags import CACHE_FLAGS, CONTEXT, flag, json_flag, threads_flag
 from edgert.cli.loading import ProgressLine, compiling, model_path, notices
+from edgert.cli.verb import verb
 
 if TYPE_CHECKING:
     from edgert.backends.planning import Place
 
 
-@click.command()
+@verb()
 @flag("-m", "--model", metavar="MODEL", help="The model; without it, smollm2.")
 @flag("-c", "--ctx-size", type=CONTEXT, help="Context of each conversation in tokens; 0: the model's.  [4096]")
 @flag("-md", "--model-draft", "--draft", "model_draft", metavar="MODEL", help="A draft that runs beside it.")

@@ -11,12 +11,13 @@ import click
 
 from edgert.cli.flags import flag, json_flag, threads_flag
 from edgert.cli.quantize import progress, source_path
+from edgert.cli.verb import verb
 
 if TYPE_CHECKING:
     from edgert.quantize.prune import Step
 
 
-@click.command()
+@verb()
 @click.argument("source")
 @flag("-o", "--output", type=click.Path(path_type=Path), required=True, help="The file to write, OUT.gguf.")
 @flag("--layers", "n_layers", type=click.IntRange(1), required=True, help="How many layers go.")

@@ -9,9 +9,10 @@ import click
 from edgert import store
 from edgert.cli.flags import json_flag
 from edgert.cli.loading import pull
+from edgert.cli.verb import verb
 
 
-@click.command()
+@verb()
 @click.argument("model", default=store.DEFAULT)
 @json_flag
 def command(model: str, as_json: bool) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgert.cli.flags import flag, json_flag, threads_flag
+from edgert.cli.verb import verb
 
 if TYPE_CHECKING:
     from edgert.quantize.progress import OnProgress
@@ -44,7 +45,7 @@ HELP = {
 }
 
 
-@click.command()
+@verb()
 @click.argument("source")
 @flag("-o", "--output", type=click.Path(path_type=Path), help="The file to write, OUT.gguf.")
 @flag("--bpw", type=float, help=HELP["bpw"])

@@ -8,9 +8,10 @@ import click
 
 from edgert import store
 from edgert.cli.flags import json_flag
+from edgert.cli.verb import verb
 
 
-@click.command()
+@verb()
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 @json_flag
 def command(models: tuple[str, ...], as_json: bool) -> None:

@@ -12,9 +12,10 @@ import click
 from edgert.cli.flags import flag, grammar_flags, json_flag, model_flags, request_of, sampling_flags
 from edgert.cli.loading import ProgressLine, load
 from edgert.cli.text import TEXT, decoded
+from edgert.cli.verb import verb
 
 
-@click.command()
+@verb()
 @model_flags
 @click.option("-p", "--prompt", type=TEXT, help="The prompt; standard input, if any, comes after it.")
 @click.option("-f", "--file", metavar="FILE", help="A file with the prompt; -: standard input.")
@@ -42,6 +43,8 @@ def command(
     flags.pop("stop")
     from edgert.cli.answer import Answer, PromptProgress, rates, show
 
+    if not raw and not text.strip():
+        raise click.UsageError("The prompt is empty: there is nothing to answer; --raw begins a text from nothing.")
     with load(flags) as model, ProgressLine() as line:
         progress = PromptProgress(line)
         if verbose:
@@ -98,7 +101,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
             parts.append(text)
     if not parts:
         raise click.UsageError("There is no prompt: give one with -p, -f or on standard input.")
-    return "\n\n".join(parts)
+    return "\n\n".join(part for part in parts if part)
 
 
 def _is_fed() -> bool:

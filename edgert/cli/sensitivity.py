@@ -14,6 +14,7 @@ import click
 
 from edgert.cli.flags import flag, json_flag, threads_flag
 from edgert.cli.loading import ProgressLine, bar, model_path, notices
+from edgert.cli.verb import verb
 from edgert.errors import EdgertError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 BAR = 40  # characters of the longest
 
 
-@click.command()
+@verb()
 @click.argument("source", metavar="MODEL|FOLDER|JSON")
 @flag("-o", "--output-file", type=click.Path(dir_okay=False, path_type=Path), help="Keep the figures as JSON.")
 @flag(

@@ -13,9 +13,10 @@ import click
 from edgert import store
 from edgert.cli.flags import flag, model_flags, request_of, sampling_flags
 from edgert.cli.loading import model_path, options_of
+from edgert.cli.verb import verb
 
 
-@click.command()
+@verb()
 @model_flags
 @flag("-a", "--alias", multiple=True, help="Another name of the model; may be given several times.")
 @flag(

@@ -10,6 +10,7 @@ import click
 
 from edgert import store
 from edgert.cli.flags import CACHE_FLAGS, CONTEXT, flag, json_flag
+from edgert.cli.verb import verb
 from edgert.errors import EdgertError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 N_CTX = 4096  # where neither -c nor the model says otherwise
 
 
-@click.command()
+@verb()
 @click.argument("model", default=store.DEFAULT)
 @flag("-c", "--ctx-size", type=CONTEXT, help="The context whose memory is told; 0: the model's.")
 @CACHE_FLAGS[0]

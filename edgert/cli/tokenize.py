@@ -7,12 +7,15 @@ import sys
 
 import click
 
+from edgert import store
 from edgert.cli.flags import flag, json_flag
+from edgert.cli.loading import model_path
 from edgert.cli.text import TEXT, decoded
+from edgert.cli.verb import verb
 
 
-@click.command()
-@flag("-m", "--model", required=True, metavar="MODEL", help="A model, or a vocabulary-only GGUF file.")
+@verb()
+@flag("-m", "--model", metavar="MODEL", help="A model, or a vocabulary-only GGUF file; without it, smollm2.")
 @click.option("-p", "--prompt", type=TEXT, help="The text; without it, standard input is read.")
 @click.option(
     "--no-special",
@@ -20,19 +23,17 @@ from edgert.cli.text import TEXT, decoded
     help="Put no begin token first, and leave names of control tokens in the text what they are: text.",
 )
 @json_flag
-def command(model: str, prompt: str | None, no_special: bool, as_json: bool) -> None:
+def command(model: str | None, prompt: str | None, no_special: bool, as_json: bool) -> None:
     """Prints the token ids of a text, one line.
 
     As llama-tokenize does, the begin token comes first where the model wants one, and names of control tokens
     such as <|im_end|> become these tokens; --no-special turns both off, and that is how edgert treats what
     users type. --json adds the text of each token, and its bytes where they are not UTF-8 alone.
     """
-    from edgert import store
     from edgert.quantize.gguf_file import GGUFFile
     from edgert.tokenizer import Tokenizer
 
-    path = store.resolve(model)
-    with GGUFFile.open(path) as file:
+    with GGUFFile.open(model_path(model)) as file:
         tokenizer = Tokenizer.from_gguf(file)
     text = decoded(sys.stdin.buffer.read(), "Standard input") if prompt is None else prompt
     ids = tokenizer.encode(text, add_special=not no_special, parse_special=not no_special)
@@ -46,4 +47,5 @@ def command(model: str, prompt: str | None, no_special: bool, as_json: bool) -> 
             tokens.append({"id": token, "piece": piece.decode()})
         except UnicodeDecodeError:
             tokens.append({"id": token, "piece": list(piece)})
-    click.echo(json.dumps({"model": model, "n_tokens": len(ids), "tokens": tokens}, ensure_ascii=False))
+    facts = {"model": model or store.DEFAULT, "n_tokens": len(ids), "tokens": tokens}
+    click.echo(json.dumps(facts, ensure_ascii=False))

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from edgert.cli.flags import flag, json_flag
+from edgert.cli.verb import verb
 from edgert.errors import EdgertError
 
 _LINE = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)")
@@ -22,7 +23,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
-@click.command()
+@verb()
 @click.argument("url", default="http://127.0.0.1:8080")
 @flag("--api-key", help="The server's key.")
 @click.option("--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds.")

@@ -11,6 +11,7 @@ import click
 from edgert.cli.bench import Several
 from edgert.cli.flags import json_flag, model_flags
 from edgert.cli.loading import ProgressLine, bar, load
+from edgert.cli.verb import verb
 from edgert.errors import EdgertError
 
 MOST = 62  # as speculation/loading.py, which is not imported before it is needed (a test compares them)
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from edgert.speculation.tuning import Point
 
 
-@click.command()
+@verb()
 @model_flags
 @click.option(
     "--lengths",

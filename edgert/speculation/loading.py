@@ -103,7 +103,7 @@ def speculator(
             if asked:
                 raise
             logger.warning("Speculation goes without the model's draft: %s", error)
-    n_most = settings.most + (n_parallel or backend.n_seq_max)
+    n_most = min(settings.most + (n_parallel or backend.n_seq_max), backend.n_ctx)
     backend.prepare(n_most)
     costs = Costs.measure(backend, n_most)
     return Speculator(

@@ -176,7 +176,7 @@ _CHILD = """
 import re, sys
 from pathlib import Path
 from edgert import cli
-code = cli.run(sys.argv[1:])
+code = cli.call(sys.argv[1:])
 print(1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]))
 sys.exit(code)
 """

@@ -169,11 +169,11 @@ def test_a_stop_by_the_user_says_how_to_go_on(
     source = tiny_model("llama", quant=Type.BF16)
     monkeypatch.setattr(encoding, "encode", stop)
     out = tmp_path / "out.gguf"
-    assert cli.run(["quantize", str(source), "-o", str(out), "--fast", "--type", "q8_0"]) == 130
+    assert cli.call(["quantize", str(source), "-o", str(out), "--fast", "--type", "q8_0"]) == 130
     assert "--resume" in capsys.readouterr().err
     assert not out.exists()
     monkeypatch.undo()
-    assert cli.run(["quantize", str(source), "-o", str(out), "--fast", "--type", "q8_0", "--resume"]) == 0
+    assert cli.call(["quantize", str(source), "-o", str(out), "--fast", "--type", "q8_0", "--resume"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
 
 
@@ -184,7 +184,7 @@ def test_the_source_is_never_replaced(
     source.write_bytes(tiny_model("llama", quant=Type.BF16).read_bytes())
     before = source.read_bytes()
     for out in (source, tmp_path / "m.gguf"):  # the second could become shards of the source's name
-        assert cli.run(["quantize", str(source), "-o", str(out), "--fast", "--type", "q8_0"]) == 1
+        assert cli.call(["quantize", str(source), "-o", str(out), "--fast", "--type", "q8_0"]) == 1
         assert "would replace" in capsys.readouterr().err
     assert source.read_bytes() == before
 
@@ -208,18 +208,18 @@ def test_resuming_measures_nothing_again(
     source = tiny_model("llama", quant=Type.BF16)
     command_line = ["quantize", str(source), "-o", str(out), "--bpw", "6", "--calibration", str(text), "--no-report"]
     monkeypatch.setattr(encoding, "encode", stop)
-    assert cli.run([*command_line, "-t", "1"]) == 130
+    assert cli.call([*command_line, "-t", "1"]) == 130
     monkeypatch.undo()
     for name in ("Baseline", "errors_of"):
         monkeypatch.setattr(probing, name, stop)
     monkeypatch.setattr(calibration, "hessian_passes", passes)
-    assert cli.run([*command_line, "-t", "1", "--resume"]) == 0
+    assert cli.call([*command_line, "-t", "1", "--resume"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf", "text.txt"]
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """The one sentence of a run that is refused."""
-    assert cli.run(["quantize", *map(str, arguments), "-t", "1"]) == 1
+    assert cli.call(["quantize", *map(str, arguments), "-t", "1"]) == 1
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("edgert: ")]
     assert len(said) == 1
     return said[0]
@@ -400,7 +400,7 @@ def test_nothing_that_is_read_is_replaced(
         (tmp_path, "a folder or device has that name"),
         (tmp_path / "none" / "x.gguf", "does not exist"),
     ):
-        code = cli.run([*start, "-o", str(out), "-t", "1"])
+        code = cli.call([*start, "-o", str(out), "-t", "1"])
         errors = capsys.readouterr().err
         assert (code == 1 and said in errors) or (code == 2 and "is a directory" in errors), (out, errors)
     assert (model.read_bytes(), text.read_bytes()) == before

