@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import SessionError
-from edgert.quantize.engine import Expert
+from edgert.quantize.engine import Expert, sums_of_squares
 
 HEADS = frozenset({"output.weight", "token_embd.weight"})  # the matrix that makes logits, by its names
 
 # Called with the names of the tensors that a product multiplies, its input, float32 (n_tokens, n_cols), and of
 # experts alone which of them reads it.
 OnInput = Callable[..., object]
+OnSquares = Callable[..., object]  # the same, with the sums of the squares of so many inputs in their place
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,17 @@ class Backend(ABC):
         Raises: as forward.
         """
         raise NotImplementedError
+
+    def squares(self, batch: Batch, on_squares: OnSquares) -> None:
+        """As observe, for who wants no more than the sums of the squares of what products read, column by column.
+
+        Raises: as forward.
+        """
+
+        def see(names: tuple[str, ...], rows: NDArray[np.float32], *expert: Expert) -> None:
+            on_squares(names, sums_of_squares(rows), len(rows), *expert)
+
+        self.observe(batch, see)
 
     def states(self, batch: Batch) -> NDArray[np.float32]:
         """Runs one step for what the head reads after each token, float32 (n, n_embd); needs the capability "states".

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.base import Batch, OnInput
+from edgert.backends.base import Batch, OnInput, OnSquares
 from edgert.backends.cpu.layouts import WINDOW
 from edgert.errors import ContextFullError, RequestError
 from edgert.quantize.engine import Running
@@ -142,6 +142,10 @@ class CalibrationEngine:
     def observe(self, tokens: Tokens, on_input: OnInput) -> None:
         for batch in self._steps(tokens):
             self._backend.observe(batch, on_input)
+
+    def squares(self, tokens: Tokens, on_squares: OnSquares) -> None:
+        for batch in self._steps(tokens):
+            self._backend.squares(batch, on_squares)
 
     def logits(self, tokens: Tokens, first: int = 0) -> NDArray[np.float32]:
         n = len(tokens)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.base import Backend, Batch, OnInput, Verdict
+from edgert.backends.base import Backend, Batch, OnInput, OnSquares, Verdict
 from edgert.backends.cpu import compiler
 from edgert.backends.cpu.cache import PagedCache, cache_type, kept_by_layers
 from edgert.backends.cpu.copies import Keeper
@@ -31,7 +32,7 @@ from edgert.backends.cpu.step import (
     SPARE,
     Shape,
 )
-from edgert.backends.cpu.tape import Op, Tape
+from edgert.backends.cpu.tape import Op, Reads, Tape
 from edgert.backends.cpu.team import KERNELS as TEAM_KERNELS
 from edgert.backends.cpu.team import Team
 from edgert.backends.cpu.weights import FLOAT_CODECS, Packer, encode, pack_rows
@@ -128,6 +129,7 @@ class CpuBackend(Backend):
             self.rounds_windows = self._graph.tiles
             self._tapes: dict[Shape, Tape] = {}
             self._observed: dict[Shape, Tape] = {}
+            self._summed: dict[Shape, Tape] = {}
             self._runs: dict[int, Shape] = {}  # of a few tokens of one sequence, by their number
             self._n_logits = sum(matrix.n_panels * self.isa.lanes for matrix in weights.output)
             self._logits = aligned(4).view(np.float32).reshape(1, 1)
@@ -191,13 +193,23 @@ class CpuBackend(Backend):
         return self._walk(*self._lay_out(batch))
 
     def observe(self, batch: Batch, on_input: OnInput) -> None:
+        for reads in self._products(batch, self._observed, self._graph.observed_ops):
+            for rows, expert in reads.calls(self._graph.header):
+                on_input(reads.matrix.names, rows, *(() if expert is None else (expert,)))
+
+    def squares(self, batch: Batch, on_squares: OnSquares) -> None:
+        for reads in self._products(batch, self._summed, partial(self._graph.observed_ops, squares=True)):
+            for sums, n, expert in reads.squares(self._graph.header):
+                on_squares(reads.matrix.names, sums, n, *(() if expert is None else (expert,)))
+
+    def _products(self, batch: Batch, tapes: dict[Shape, Tape], ops_of: Callable[[Shape], list[Op]]) -> Iterator[Reads]:
+        """Runs a step up to each of its products in turn, and tells what that reads."""
         shape, _ = self._lay_out(batch)
-        tape = self._observed.get(shape) or self._make_tape(shape, self._observed, self._graph.observed_ops)
+        tape = tapes.get(shape) or self._make_tape(shape, tapes, ops_of)
         for words, reads in tape.pieces():
             if len(words):
                 self._team.run(words)
-            for rows, expert in reads.calls(self._graph.header):
-                on_input(reads.matrix.names, rows, *(() if expert is None else (expert,)))
+            yield reads
 
     def replace(self, name: str, values: NDArray[np.float32], first: int = 0) -> None:
         places = self._graph.weights.find(name)

@@ -160,10 +160,12 @@ class Graph:
             ops += self._head(shape, output or self.weights.output)
         return ops
 
-    def observed_ops(self, shape: Shape) -> list[Op]:
+    def observed_ops(self, shape: Shape, *, squares: bool = False) -> list[Op]:
         """The ops of a step whose products all read rows that `Reads.values` can show: tiles are spread out first.
 
         What the head reads is shown as it is before it is rounded.
+
+        squares:  `Reads.squares` is enough: tiles are summed up where they are
         """
         ops = []
         head = {id(matrix) for matrix in self.weights.output}
@@ -176,8 +178,9 @@ class Graph:
             elif op.reads is not None and op.reads.form == "tiles":
                 reads, n_cols = op.reads, op.reads.matrix.n_cols
                 rows = self.floats
-                ops.append(Op("untile", [address(reads.rows), n_cols, self.at(reads.count), address(rows)]))
-                op.reads = replace(reads, form="f32", rows=rows)
+                kernel, form = ("squares", "squares") if squares and reads.runs is None else ("untile", "f32")
+                ops.append(Op(kernel, [address(reads.rows), n_cols, self.at(reads.count), address(rows)]))
+                op.reads = replace(reads, form=form, rows=rows)
             ops.append(op)
         return ops
 

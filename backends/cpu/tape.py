@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgert.backends.cpu.layouts import BLOCK, WORDS_BYTES
 from edgert.backends.cpu.memory import Arena
 from edgert.backends.cpu.weights import Matrix
-from edgert.quantize.engine import Expert
+from edgert.quantize.engine import Expert, sums_of_squares
 
 
 def float_bits(value: float) -> int:
@@ -43,7 +43,7 @@ class Runs:
 class Reads:
     """What a product multiplies: a matrix, and rows prepared in one of the forms of `kernels/rows.py`.
 
-    form:   "int8", "pairs", "f32" or "tiles"
+    form:   "int8", "pairs", "f32" or "tiles"; "squares": of the rows there are only the sums of their squares
     count:  place in the step's header of the number of rows
     words:  of the forms "int8" and "pairs"
     runs:   whose rows these are, where a tensor holds several experts
@@ -65,6 +65,14 @@ class Reads:
         count = self.runs.n_expert
         for number, first, n in self.runs.table[: header[self.runs.n_runs]].tolist():
             yield values[first : first + n], Expert(number, count) if count > 1 else None
+
+    def squares(self, header: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.float32], int, Expert | None]]:
+        """As `calls`, of the rows the sums of their squares, float32 (n_cols,), and how many there are."""
+        if self.form == "squares":
+            yield self.rows[: 4 * self.matrix.n_cols].view(np.float32), int(header[self.count]), None
+            return
+        for rows, expert in self.calls(header):
+            yield sums_of_squares(rows), len(rows), expert
 
     def values(self, n: int) -> NDArray[np.float32]:
         """The first n rows as float32 (n, n_cols); not for tiles."""

@@ -55,6 +55,7 @@ def test_statistics_and_hessians_are_those_of_the_inputs(engine: Any) -> None:
         assert statistics.counts[name] == [450]
         np.testing.assert_allclose(statistics.sums[name][0], (x * x).sum(0), rtol=1e-5)
         np.testing.assert_allclose(statistics.importance(name), (x * x).mean(0), rtol=1e-5)
+        np.testing.assert_allclose(alone.sums[name][0], (x * x).sum(0), rtol=1e-5)  # summed up by the engine
         assert (name in hessians) == (name in chosen)
         if name in chosen:
             assert hessians.count(name) == 450
