@@ -115,21 +115,25 @@ def unreached(statistics: Statistics, names: Iterable[str]) -> str:
     )
 
 
-class Hessians:
-    """Sums of x x^T over the inputs x of some matrices; tensors that share an input share the sum.
+def matrix_of(name: str, number: int | None) -> str:
+    """What one of the experts that stand in a tensor goes by; None: the tensor holds one matrix, which has its name."""
+    return name if number is None else f"{name}.{number}"
 
-    Experts have none: theirs would take n_expert times the memory, and few tokens reach each.
-    """
+
+class Hessians:
+    """Sums of x x^T over the inputs x of some matrices; those that share an input share the sum."""
 
     def __init__(self, names: Collection[str]) -> None:
+        """names: of tensors, or of experts in them as `matrix_of` has them"""
         self._names = frozenset(names)
         self._sums: dict[str, Floats] = {}
         self._counts: dict[str, int] = {}
 
     def add(self, names: Iterable[str], inputs: Floats, expert: Expert | None = None) -> None:
         """Adds inputs that these tensors share, float32 (n_tokens, n_cols)."""
-        chosen = [name for name in names if name in self._names]
-        if not chosen or expert:
+        number = expert.number if expert else None
+        chosen = [matrix for name in names if (matrix := matrix_of(name, number)) in self._names]
+        if not chosen:
             return
         product = inputs.T @ inputs
         known = self._sums.get(chosen[0])
@@ -180,12 +184,15 @@ def calibrate(
 
 
 def inputs_of(engine: Engine) -> dict[tuple[str, ...], int]:
-    """The columns of each input, by the tensors that share it, in the order of the computation; of experts none."""
+    """The columns of each input, by the matrices that share it, in the order of the computation.
+
+    Experts go by the names that `matrix_of` gives them, the unused ones too.
+    """
     found: dict[tuple[str, ...], int] = {}
 
     def note(names: tuple[str, ...], inputs: Floats, expert: Expert | None = None) -> None:
-        if expert is None:
-            found[names] = inputs.shape[1]
+        for number in range(expert.of) if expert else [None]:
+            found[tuple(matrix_of(name, number) for name in names)] = inputs.shape[1]
 
     engine.observe(np.zeros(1, np.int32), note)
     return found
@@ -199,10 +206,11 @@ def hessian_passes(
     statistics: Statistics | None = None,
     on_chunk: Callable[[int, int], object] | None = None,
 ) -> Iterator[Hessians]:
-    """The Hessians of many tensors, in as many passes over the text as keep those of one pass within max_bytes.
+    """The Hessians of many matrices, in as many passes over the text as keep those of one pass within max_bytes.
 
-    Tensors come in the order of the computation; one that exceeds max_bytes alone has a pass of its own.
+    Matrices come in the order of the computation; one that exceeds max_bytes alone has a pass of its own.
 
+    names:       of tensors, or of experts in them as `matrix_of` has them
     statistics:  collects too, of all tensors, during the first pass; there is then one at least
     """
     sets: list[list[str]] = []

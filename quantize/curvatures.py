@@ -18,8 +18,9 @@ from edgert.quantize.memory import Limits
 class Curvatures:
     """Called with a tensor's name, it gives the curvature of its inputs.
 
-    That of experts has no correlations: a column of theirs matters as the mean square of what all of them read there.
-    A table that rows are looked up in has no inputs: all of its columns matter alike.
+    Each expert in a tensor, by the name that `calibration.matrix_of` gives it, may have one of its own. That of the
+    tensor has no correlations: a column matters as the mean square of what all of its experts read there. A table
+    that rows are looked up in has no inputs: all of its columns matter alike.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Curvatures:
         self._statistics = statistics
 
     def __contains__(self, name: object) -> bool:
-        """Whether the tensor's inputs were seen."""
+        """Whether the matrix's inputs were seen."""
         return name in self._inputs
 
     def __call__(self, name: str) -> Curvature:
@@ -75,25 +76,37 @@ class Curvatures:
         max_bytes: int,
         *,
         statistics: Statistics | None = None,
+        least: int = 1,
+        most: int | None = None,
         resume: bool = False,
         on_chunk: Callable[[int, int], object] | None = None,
     ) -> None:
         """Lets the model read, as often as it takes to keep within max_bytes of memory.
 
-        names:       the tensors wanted, those of stacked experts left out
+        names:       the matrices wanted: tensors, and experts in them as `calibration.matrix_of` has them
         statistics:  collects on the way, of all tensors
+        least:       tokens that a matrix must have read
+        most:        bytes of all Hessians; matrices that come later in the computation are left out
         resume:      take what an earlier collect has left in the folder
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        for shared in calibration.inputs_of(engine):
+        inputs: dict[str, str] = {}
+        names = frozenset(names)
+        for shared, n_cols in calibration.inputs_of(engine).items():
             wanted = [name for name in shared if name in names]
-            self._inputs |= dict.fromkeys(wanted, wanted[0] if wanted else "")
-        missing = {key for key in self._inputs.values() if not (resume and self._path(key).exists())}
+            if wanted and most is not None:
+                most -= 4 * n_cols**2
+                if most < 0:
+                    break
+            inputs |= dict.fromkeys(wanted, wanted[0] if wanted else "")
+        missing = {key for key in inputs.values() if not (resume and self._path(key).exists())}
+        seen = set(inputs.values()) - missing
         for hessians in calibration.hessian_passes(engine, chunks, missing, max_bytes, statistics, on_chunk):
-            for name, key in self._inputs.items():
-                if name in hessians and key in missing:
-                    self._save(key, hessians.mean(name))
-                    missing.discard(key)
+            for key in [key for key in missing if key in hessians and hessians.count(key) >= least]:
+                self._save(key, hessians.mean(key))
+                missing.discard(key)
+                seen.add(key)
+        self._inputs |= {name: key for name, key in inputs.items() if key in seen}  # text reaches not every expert
 
     def _save(self, name: str, hessian: NDArray[np.float32]) -> None:
         """Writes it whole or not at all."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,12 +29,14 @@ class Inputs:
     importance:  mean squares by column, float32 (n_cols,), or (n_mat, n_cols) for experts
     curvature:   their correlations; None: no error feedback
     held_out:    those of other text, to judge by; None: error feedback without a question
+    of_expert:   what is known of the inputs of each one of a stack of experts; None: no more than the importance
     n_bytes:     of float32 rows in work at a time, where each is multiplied by a matrix of all columns
     """
 
     importance: Floats | None = None
     curvature: Curvature | None = None
     held_out: Curvature | None = None
+    of_expert: Callable[[int], Inputs] | None = None
     n_bytes: int = Limits.rows
 
 
@@ -52,23 +54,45 @@ def lies_on_grid(tensor: SourceTensor) -> bool:
     return grid.lies_on_q4_0(values for _, values in slabs(tensor))
 
 
-def encode(tensor: SourceTensor, format: Format, inputs: Inputs, n_threads: int) -> tuple[str, Iterator[Bytes]]:
-    """The method taken, one of report.METHODS, and the tensor's bytes in pieces, uint8 (rows, row_bytes) each."""
+def encode(tensor: SourceTensor, format: Format, inputs: Inputs, n_threads: int) -> tuple[list[str], Iterator[Bytes]]:
+    """The methods taken, of report.METHODS, and the tensor's bytes in pieces, uint8 (rows, row_bytes) each.
+
+    Of a stack of experts there may be several methods, one for each expert, which are known when the bytes are.
+    """
     if format is tensor.format:
         way = "kept" if tensor.is_quantized else "float"
-        return way, (tensor.stored(start, stop) for start, stop in tensor.slabs(SLAB_BYTES))
+        return [way], (tensor.stored(start, stop) for start, stop in tensor.slabs(SLAB_BYTES))
     if format.name not in GRIDS:
-        return "float", (rounding.quantize(values, format) for _, values in slabs(tensor))
+        return ["float"], (rounding.quantize(values, format) for _, values in slabs(tensor))
     if format.name == "Q4_0" and lies_on_grid(tensor):
-        return "grid", (
+        return ["grid"], (
             grid.encode(values, rounding.quantize(values, format, n_threads=n_threads)) for _, values in slabs(tensor)
         )
-    if inputs.curvature is not None and len(tensor.shape) == 2:
-        return _with_feedback(tensor, format, inputs, inputs.curvature, n_threads)
-    return ("plain" if inputs.importance is None else "weighted"), (
+    return _on_grid(tensor, format, inputs, n_threads)
+
+
+def _on_grid(tensor: SourceTensor, format: Format, inputs: Inputs, n_threads: int) -> tuple[list[str], Iterator[Bytes]]:
+    """As encode(), by what is known of the inputs."""
+    if inputs.of_expert is not None:
+        ways: list[str] = []
+        return ways, _expert_by_expert(tensor, format, inputs.of_expert, n_threads, ways)
+    if inputs.curvature is not None:
+        way, pieces = _with_feedback(tensor, format, inputs, inputs.curvature, n_threads)
+        return [way], pieces
+    return ["plain" if inputs.importance is None else "weighted"], (
         rounding.quantize(values, format, _row(inputs.importance, matrix), n_threads=n_threads)
         for matrix, values in slabs(tensor)
     )
+
+
+def _expert_by_expert(
+    tensor: SourceTensor, format: Format, of_expert: Callable[[int], Inputs], n_threads: int, ways: list[str]
+) -> Iterator[Bytes]:
+    """Rounds each by what it reads itself; adds to `ways` how."""
+    for number in range(tensor.shape[0]):
+        way, pieces = _on_grid(tensor.matrix(number), format, of_expert(number), n_threads)
+        ways += way
+        yield from pieces
 
 
 def _row(importance: Floats | None, matrix: int) -> Floats | None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgert.errors import DoesNotFitError
 from edgert.quantize import probing
-from edgert.quantize.calibration import Statistics
+from edgert.quantize.calibration import Statistics, matrix_of
 from edgert.quantize.calibration_text import BUILT_IN, MUCH
 from edgert.quantize.curvatures import Curvatures
 from edgert.quantize.encoding import Inputs
@@ -28,6 +32,8 @@ from edgert.quantize.source_tensor import SourceTensor
 from edgert.quantize.text_parts import Chunks, TextParts, tokens_read
 
 CHUNK = 512  # tokens that the model reads at a time, as llama.cpp's imatrix has them
+EXPERT_PASSES = 8  # over the text for the Hessians of experts; those that these do not hold are not made
+LEAST_JUDGED = 32  # tokens of held-out text by which an expert's rounding is judged
 PROBE_CHUNKS = 8  # that the model reads for each probe of its sensitivity
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -167,6 +173,7 @@ class Measuring:
         if not known:
             write_imatrix(path, statistics)
         curvatures.weigh(statistics)
+        self._collect_experts(curvatures, "calibrating", self.texts.training, self._well_read(statistics))
         return statistics, curvatures
 
     @property
@@ -176,8 +183,11 @@ class Measuring:
     @cached_property
     def _held_out(self) -> Curvatures:
         """The correlations in the text to judge by."""
+        statistics, training = self._training
         curvatures = self._collected("judging", self.texts.judging, None)
-        curvatures.weigh(self._training[0])
+        curvatures.weigh(statistics)
+        known = [matrix for matrix in self._well_read(statistics) if matrix in training]
+        self._collect_experts(curvatures, "judging", self.texts.judging, known, LEAST_JUDGED)
         return curvatures
 
     def _collected(self, stage: str, chunks: Chunks, statistics: Statistics | None) -> Curvatures:
@@ -195,21 +205,77 @@ class Measuring:
         )
         return curvatures
 
+    def _well_read(self, statistics: Statistics) -> list[str]:
+        """The experts, as `matrix_of` has them, that read as many tokens as they have columns.
+
+        Of fewer the Hessian is singular, and what it says of the columns mostly chance.
+        """
+        if not self.feeds_back:
+            return []
+        return [
+            matrix_of(name, number)
+            for name, shape in self._shapes.items()
+            if len(shape) == 3 and name in statistics.counts and len(statistics.counts[name]) == shape[0]
+            for number, count in enumerate(statistics.counts[name])
+            if count >= shape[-1]
+        ]
+
+    def _collect_experts(
+        self, curvatures: Curvatures, stage: str, chunks: Chunks, matrices: Sequence[str], least: int = 1
+    ) -> None:
+        """Collects the correlations in what these experts read, as far as time and the disk allow.
+
+        least:  tokens that one must have read
+        """
+        if not matrices:
+            return
+        curvatures.collect(
+            self.engine,
+            chunks,
+            matrices,
+            self.limits.hessians,
+            least=least,
+            most=min(EXPERT_PASSES * self.limits.hessians, shutil.disk_usage(self._folder()).free // 2),
+            resume=self.settings.resume,
+            on_chunk=partial(self._progress, stage, ""),
+        )
+
     # Rounding.
 
-    def way(self, name: str) -> str:
-        """How a tensor is going to be rounded, one of kernels_ahead.WAYS."""
+    def ways(self, name: str) -> tuple[str, ...]:
+        """How a tensor is going to be rounded, of kernels_ahead.WAYS."""
         if self.statistics is None or self.statistics.importance(name) is None:
-            return "plain"
-        return "feedback" if self.feeds_back and name in self._curvatures else "search"
+            return ("plain",)
+        if self._experts(name):
+            return ("feedback", "search")
+        return ("feedback",) if self.feeds_back and name in self._curvatures else ("search",)
 
     def inputs(self, name: str) -> Inputs:
         """What is known of what a matrix multiplies."""
         importance = self.statistics.importance(name) if self.statistics is not None else None
-        if not self.feeds_back or name not in self._curvatures:
+        if not self.feeds_back:
             return Inputs(importance)
-        held_out = None if self.settings.gptq == "on" else self._held_out(name)
-        return Inputs(importance, self._curvatures(name), held_out, self.limits.rows)
+        if self._experts(name):
+            assert importance is not None
+            return Inputs(importance, of_expert=lambda number: self._known(matrix_of(name, number), importance[number]))
+        return self._known(name, importance)
+
+    def _known(self, matrix: str, importance: NDArray[np.float32] | None) -> Inputs:
+        """What is known of the inputs of one matrix, of an expert only if there is text to judge by."""
+        judged = self.settings.gptq != "on"
+        if matrix not in self._curvatures or (judged and matrix not in self._held_out):
+            return Inputs(importance)
+        held_out = self._held_out(matrix) if judged else None
+        return Inputs(importance, self._curvatures(matrix), held_out, n_bytes=self.limits.rows)
+
+    def _experts(self, name: str) -> bool:
+        """Whether error feedback is possible for experts of the tensor."""
+        shape = self._shapes[name]
+        return (
+            self.feeds_back
+            and len(shape) == 3
+            and any(matrix_of(name, number) in self._curvatures for number in range(shape[0]))
+        )
 
     def compile(self, jobs: Iterable[Job]) -> None:
         """Has the kernels at hand that round to these formats in these ways."""

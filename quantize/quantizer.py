@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -272,19 +273,30 @@ class Quantizer:
         total, pending = sum(sizes.values()), list(writer.pending)
         done = total - sum(sizes[name] for name in pending)
         rounded = {name for name in pending if plan.types[name] is not self.source.tensors[name].format}
-        self.measuring.compile((plan.types[name].name, self.measuring.way(name)) for name in pending if name in rounded)
+        self.measuring.compile(
+            (plan.types[name].name, way) for name in pending if name in rounded for way in self.measuring.ways(name)
+        )
+        experts: Counter[str] = Counter()
         for name in pending:
             self._progress("quantizing", name, done, total)
             tensor, format = self.source.tensors[name], plan.types[name]
             inputs = self.measuring.inputs(name) if name in rounded and format.name in GRIDS else Inputs()
             try:
-                report.methods[name], pieces = encoding.encode(tensor, format, inputs, self.settings.n_threads)
+                methods, pieces = encoding.encode(tensor, format, inputs, self.settings.n_threads)
                 for piece in pieces:
                     writer.write(name, piece)
             except ModelFileError:
                 writer.discard()  # a damaged tensor stays damaged
                 raise
+            report.methods[name] = "feedback" if "feedback" in methods else methods[0]
+            if inputs.of_expert is not None:
+                experts.update(methods)
             done += sizes[name]
+        if experts:
+            report.notices.append(
+                f"error feedback was taken for {experts['feedback']:,} of the {experts.total():,} experts' matrices; "
+                "the others read too little of the text, or erred less without it"
+            )
         self._progress("quantizing", "", total, total)
 
     def _compare(self, writer: Writer) -> dict[str, Domain]:

@@ -92,5 +92,26 @@ class SourceTensor(ABC):
         """What a message calls it."""
         return f"Tensor {self.name!r}"
 
+    def matrix(self, number: int) -> SourceTensor:
+        """One of the matrices of a stack as a tensor of its own."""
+        return _Matrix(self, number)
+
     @abstractmethod
     def _read(self, start: int, stop: int) -> NDArray[np.float32]: ...
+
+
+class _Matrix(SourceTensor):
+    def __init__(self, stack: SourceTensor, number: int) -> None:
+        super().__init__(stack.name, stack.shape[-2:], stack.format)
+        self.is_native = stack.is_native
+        self._stack, self._first = stack, number * stack.shape[-2]
+
+    def rows(self, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+        stop = self.n_rows if stop is None else stop
+        return self._stack.rows(self._first + start, self._first + stop)
+
+    def stored(self, start: int, stop: int) -> NDArray[np.uint8]:
+        return self._stack.stored(self._first + start, self._first + stop)
+
+    def _read(self, start: int, stop: int) -> NDArray[np.float32]:
+        return self.rows(start, stop)

@@ -120,13 +120,13 @@ class FakeTensor(SourceTensor):
 def test_calibrated_and_run(budget: str | float, checkpoint: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     report = quantize(checkpoint, out, budget=budget, calibration=str(text), n_threads=1, report=False)
-    (said,) = (notice for notice in report.notices if "experts" in notice)
+    (said,) = (notice for notice in report.notices if notice.startswith("no token"))
     assert "most of them in blk.1.ffn_" in said and "_exps.weight (2 of 6)" in said
     types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(out).tensors}
     assert types == report.types
     experts = [name for name in types if "_exps" in name]
     assert len(experts) == 9 and all(types[name].endswith("_K") or types[name] == "Q8_0" for name in experts)
-    assert {report.methods[name] for name in experts} == {"weighted"}
+    assert {report.methods[name] for name in experts} <= {"weighted", "feedback"}
     assert all(types[name] == "F32" for name in types if "ffn_gate_inp" in name)
     bpw = 8 * sum(tensor.n_bytes for tensor in GGUFReader(out).tensors) / sum(map(np.prod, report.shapes.values()))
     assert budget == "q4_k_m" or bpw <= budget
@@ -141,6 +141,41 @@ def test_calibrated_and_run(budget: str | float, checkpoint: Path, text: Path, t
     assert kl_divergence(expected, logits).mean() < 0.005
     assert kl_divergence(theirs, logits).mean() < 0.02
     assert kl_divergence(expected, theirs).mean() < 0.02
+
+
+@pytest.mark.slow
+def test_error_feedback_of_experts(checkpoint: Path, tmp_path: Path) -> None:
+    """Experts make up for their rounding by what they read themselves; those that read too little are left alone."""
+    rng = np.random.default_rng(5)
+    words = np.array(CORPUS.split())
+    texts = [" ".join(rng.choice(words, n)) for n in (6000, 300)]
+    (tmp_path / "text.txt").write_text(texts[0])
+    convert(checkpoint, tmp_path / "float.gguf", "F32")
+    with open_engine(tmp_path / "float.gguf", n_ctx=64, n_threads=1) as engine:
+        unseen = [engine.tokenize(texts[1])[:200].tolist(), TOKENS]
+    expected = [Reference(tmp_path / "float.gguf").logits(tokens) for tokens in unseen]
+    experts = {f"blk.{i}.ffn_{part}_exps.weight": (i, part) for i in range(3) for part in ("gate", "up", "down")}
+    klds, data = {}, {}
+    for gptq in ("off", "auto"):
+        out = tmp_path / f"{gptq}.gguf"
+        report = quantize(
+            checkpoint, out, budget="q4_0", keep="^(?!.*_exps)", calibration=str(tmp_path / "text.txt"), gptq=gptq,
+            n_threads=1, report=False,
+        )  # fmt: skip
+        assert {report.methods[name] for name in experts} == {"weighted" if gptq == "off" else "feedback"}
+        told = [notice for notice in report.notices if "error feedback" in notice]
+        assert len(told) == (gptq == "auto") and all(re.search(r" for (4\d) of the 54 experts'", text) for text in told)
+        klds[gptq] = [
+            kl_divergence(one, Reference(out).logits(tokens)).mean()
+            for one, tokens in zip(expected, unseen, strict=True)
+        ]
+        data[gptq] = {tensor.name: tensor.data for tensor in GGUFReader(out).tensors if tensor.name in experts}
+    assert (np.array(klds["auto"]) < 0.9 * np.array(klds["off"])).all()
+    for name, (i, _) in experts.items():
+        same = [np.array_equal(a, b) for a, b in zip(data["off"][name], data["auto"][name], strict=True)]
+        assert not all(same)
+        if i == 1:
+            assert all(same[number] for number in LONELY)
 
 
 def use_all(path: Path) -> None:
