@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Never, Self, Unpack, overload
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from edgert.backends.base import Backend, Verdict
 from edgert.constraint import Constrainer, Constraint, Grammar
-from edgert.errors import BackendUnavailableError, EdgertError, RequestError
+from edgert.errors import BackendUnavailableError, EdgertError, QueueFullError, RequestError
 from edgert.generation import Engine, Generation, Limits, Reading, Scoring, Snapshot, Task, Weighing
 from edgert.options import Options, Params, SamplingParams, function, integer, named, string
 from edgert.reply import Progress, Reply, TokenLogprob
@@ -315,13 +316,17 @@ class Model:
         return result
 
     def embed(
-        self, texts: str | Sequence[int] | Sequence[str], pooling: Pooling | None = None, *, normalize: bool = True
+        self,
+        texts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        pooling: Pooling | None = None,
+        *,
+        normalize: bool = True,
     ) -> NDArray[np.float32]:
         """Where texts stand among others, by the model's last hidden states: float32 (n_embd,), of a list (n, n_embd).
 
         With the pooling "none" the states themselves: float32 (tokens, n_embd), as they are.
 
-        texts:      a text, the ids of one, or a list of texts
+        texts:      a text, the ids of one, or a list of either; those of a list share steps
         pooling:    "mean" of all tokens' states, or that of the "last" or first ("cls") one, or "none"; None: what the
                     file says, else the mean
         normalize:  whether vectors have the length 1
@@ -329,26 +334,49 @@ class Model:
         Raises: RequestError for no token, ids outside the vocabulary, or the states of several texts at once;
         ContextFullError; BackendUnavailableError where the backend does not show its hidden states.
         """
-        if isinstance(texts, str):
-            return self._embed(self.tokenizer.encode_whole(texts), pooling, normalize)
-        if len(texts) and all(isinstance(text, str) for text in texts):
-            if pooling == "none":
-                raise RequestError("pooling", '"none" gives the states of one text: embed each by itself')
-            whole = [self.tokenizer.encode_whole(string("input", text)) for text in texts]
-            return np.stack([self._embed(ids, pooling, normalize) for ids in whole])
-        return self._embed(texts, pooling, normalize)  # type: ignore[arg-type]
+        several = not isinstance(texts, str) and len(texts) > 0 and isinstance(texts[0], str | Sequence | np.ndarray)
+        if several and pooling == "none":
+            raise RequestError("pooling", '"none" gives the states of one text: embed each by itself')
+        given: Sequence[Any] = texts if several else [texts]
+        found = self._read_texts([self._text_ids(text) for text in given])
+        pooled = (self._pooled(states, pooling or self.pooling, normalize) for states in found)
+        return np.stack(list(pooled)) if several else next(pooled)
 
-    def _embed(self, given: Sequence[int], pooling: Pooling | None, normalize: bool) -> NDArray[np.float32]:
-        ids = self._checked("input", given)
+    def _text_ids(self, text: str | Sequence[int]) -> NDArray[np.int32]:
+        ids = self._checked("input", self.tokenizer.encode_whole(text) if isinstance(text, str) else text)
         if not len(ids):
             raise RequestError("input", "is empty: give at least one token")
+        return ids
+
+    def _read_texts(self, texts: Sequence[NDArray[np.int32]]) -> Iterator[NDArray[np.float32]]:
+        """The states of texts, in their order; of some more than the engine reads at once, the next are submitted."""
         if "states" not in self.backend.capabilities:
             raise BackendUnavailableError(
                 f"The {self.verdict.backend} backend does not show hidden states: embeddings need cpu or llama."
             )
-        states = self._whole(Reading(ids))
-        assert isinstance(states, np.ndarray)
-        kind = pooling or self.pooling
+        waiting, left = deque[Reading](), deque(Reading(ids) for ids in texts)
+        try:
+            while waiting or left:
+                while left and len(waiting) < 2 * self._engine.n_parallel:
+                    try:
+                        self._engine.submit(left[0])
+                    except QueueFullError:
+                        if not waiting:
+                            raise
+                        break
+                    waiting.append(left.popleft())
+                states = waiting[0].output.get()
+                if isinstance(states, BaseException):
+                    raise states
+                waiting.popleft()
+                assert isinstance(states, np.ndarray)
+                yield states
+        finally:
+            for task in waiting:
+                task.cancelled = True
+
+    @staticmethod
+    def _pooled(states: NDArray[np.float32], kind: Pooling, normalize: bool) -> NDArray[np.float32]:
         if kind == "none":
             return states.astype(np.float32)
         pooled = states.mean(axis=0) if kind == "mean" else states[0 if kind == "cls" else -1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -130,6 +131,7 @@ class CpuBackend(Backend):
             self._tapes: dict[Shape, Tape] = {}
             self._observed: dict[Shape, Tape] = {}
             self._summed: dict[Shape, Tape] = {}
+            self._stating: dict[Shape, Tape] = {}
             self._runs: dict[int, Shape] = {}  # of a few tokens of one sequence, by their number
             self._n_logits = sum(matrix.n_panels * self.isa.lanes for matrix in weights.output)
             self._logits = aligned(4).view(np.float32).reshape(1, 1)
@@ -210,6 +212,13 @@ class CpuBackend(Backend):
             if len(words):
                 self._team.run(words)
             yield reads
+
+    def states(self, batch: Batch) -> NDArray[np.float32]:
+        n, n_embd = len(batch), self.architecture.n_embd
+        shape, _ = self._lay_out(replace(batch, wanted=np.ones(n, np.bool_)))
+        tape = self._stating.get(shape) or self._make_tape(shape, self._stating, self._graph.states_ops)
+        self._team.run(tape.words)
+        return self._graph.floats[: n * n_embd * 4].view(np.float32).reshape(n, n_embd).copy()
 
     def replace(self, name: str, values: NDArray[np.float32], first: int = 0) -> None:
         places = self._graph.weights.find(name)

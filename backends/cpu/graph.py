@@ -171,9 +171,7 @@ class Graph:
         head = {id(matrix) for matrix in self.weights.output}
         for op in self.ops(shape):
             if op.reads is not None and id(op.reads.matrix) in head:
-                wanted, norm = Group(ZERO, N_WANTED, "int8", 0), self.weights.output_norm
-                n_embd, out = self.architecture.n_embd, self.floats
-                ops.append(self.rows(wanted, "norm", "f32", self.x, n_embd, norm=norm, index=self.wanted, out=out))
+                ops.append(self._states())
                 op.reads = replace(op.reads, form="f32", rows=self.floats)
             elif op.reads is not None and op.reads.form == "tiles":
                 reads, n_cols = op.reads, op.reads.matrix.n_cols
@@ -183,6 +181,15 @@ class Graph:
                 op.reads = replace(reads, form=form, rows=rows)
             ops.append(op)
         return ops
+
+    def states_ops(self, shape: Shape) -> list[Op]:
+        """The ops of a step that ends with what the head would read, in `floats`."""
+        return [*self.ops(shape)[: -len(self._head(shape, self.weights.output))], self._states()]
+
+    def _states(self) -> Op:
+        """What the head reads of the wanted rows, before it is rounded."""
+        wanted, norm, n_embd = Group(ZERO, N_WANTED, "int8", 0), self.weights.output_norm, self.architecture.n_embd
+        return self.rows(wanted, "norm", "f32", self.x, n_embd, norm=norm, index=self.wanted, out=self.floats)
 
     @functools.cached_property
     def floats(self) -> NDArray[np.uint8]:

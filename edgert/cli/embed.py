@@ -62,7 +62,7 @@ def command(
         loaded = load(path, n_ctx=ctx_size, n_threads=threads, spec="off", progress=compiling(line), **engines)
     with loaded:
         ids = [loaded.tokenizer.encode_whole(text) for text in texts]
-        vectors = [loaded.embed(one, pooling, normalize=not no_normalize) for one in ids]
+        vectors = loaded.embed(ids, pooling, normalize=not no_normalize)
     if not as_json:
         for vector in vectors:
             click.echo(" ".join(f"{value:.8g}" for value in vector.tolist()))

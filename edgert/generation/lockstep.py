@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 STEPS = 32  # steps that are counted together
 PIECE = 16  # tokens outside whole windows that are read together between the steps of replies
 FEW = 32  # tokens of one reply that the backend is given without the ado of a batch
+FILLED = 0.8  # of the time for prompts, after which no other piece begins
 _NO_LOGITS = np.empty((0, 0), np.float32)
 
 
@@ -194,7 +195,7 @@ class Lockstep:
         self._meanwhile()
         began = perf_counter()
         while self._piece and self._go_on(self._piece, seconds - (perf_counter() - began)):
-            if self._n_replies and perf_counter() - began < seconds / 2:
+            if self._n_replies and perf_counter() - began < FILLED * seconds:
                 self._begin_piece()
 
     def _go_on(self, piece: Piece, seconds: float) -> bool:
@@ -231,11 +232,12 @@ class Lockstep:
         return [(task, count + 1, count + 1) for task, count in zip(tasks, counts, strict=True)]
 
     def _observed(self, parts: list[tuple[Task, int, int]]) -> list[tuple[Task, int, int]]:
-        """Runs the parts of tasks that want states, each in a step of its own; returns the others."""
-        others = []
-        for task, count, rows in parts:
+        """Reads on in the texts whose states are wanted, as many in a step as it takes; returns the parts of others."""
+        others, texts, n = [], [], 0
+        for part in parts:
+            task, count, _ = part
             if not isinstance(task, Reading):
-                others.append((task, count, rows))
+                others.append(part)
                 continue
             slot = task.slot
             self._n_replies -= slot.pending == 1  # what this step learns and counts is not of these
@@ -244,25 +246,39 @@ class Lockstep:
                 self._n_wide -= wide
                 self._n_single -= count - wide
             count = slot.pending if self._reads_whole else count
-            tokens = slot.tokens[slot.n_cached : slot.n_cached + count].tolist()
-            batch = Batch.of(tokens, slot.n_cached, slot.sequence, wanted="all")
-            try:
-                states = self._slots.making_room(
-                    lambda batch=batch: self._backend.states(batch),  # type: ignore[misc]
-                    [task.user],
-                    alone=len(self.tasks) == 1,
-                )
-                task.see(states)
-                slot.n_cached += count
-                self._counters.prompt_tokens += count
-                task.advance(_NO_LOGITS)
-            except DoesNotFitError:
-                raise
-            except Exception as error:  # its own affair, the others go on
+            n += count
+            if n <= self._backend.n_batch:  # else it waits for the next step
+                texts.append((task, count))
+        if texts:
+            self._see(texts)
+        return others
+
+    def _see(self, texts: list[tuple[Reading, int]]) -> None:
+        """One batch of texts, whose states are handed out."""
+        batch = self._batch_of([(task, count, count) for task, count in texts])
+        try:
+            states = self._slots.making_room(
+                lambda: self._backend.states(batch), [task.user for task, _ in texts], alone=len(self.tasks) == 1
+            )
+        except DoesNotFitError:
+            raise
+        except Exception as error:  # one text's affair, the others go on
+            if len(texts) == 1:
                 if not isinstance(error, EdgertError):
                     logger.exception("a request failed")
-                task.fail(error)
-        return others
+                texts[0][0].fail(error)
+                return
+            for task, count in texts:
+                self._backend.truncate(task.slot.sequence, task.slot.n_cached)
+                self._see([(task, count)])
+            return
+        start = 0
+        for task, count in texts:
+            task.see(states[start : start + count])
+            task.slot.n_cached += count
+            self._counters.prompt_tokens += count
+            task.advance(_NO_LOGITS)
+            start += count
 
     def _forward(self, parts: Sequence[tuple[Task, int, int]]) -> NDArray[np.float32]:
         backend, (task, count, rows) = self._backend, parts[0]

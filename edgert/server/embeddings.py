@@ -17,8 +17,10 @@ from edgert.server import service as services
 from edgert.server.errors import ApiError
 from edgert.server.openai import answer
 from edgert.server.requests import MAX_CHOICES, Prompt, prompts_of
+from edgert.server.sse import until_left
 
 MOST = 2048  # texts of one request
+TOGETHER = 32  # texts that are read before somebody looks whether they are still wanted
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
@@ -51,7 +53,7 @@ async def embeddings(request: Request) -> Response:
             user=body.user,
             keep_alive=body.keep_alive,
         )
-        vectors, count = await embed(service, loaded.model, texts, body.pooling)
+        vectors, count = await embed(request, loaded.model, texts, body.pooling)
         if body.dimensions not in (None, vectors[0].shape[-1]):
             raise ApiError(400, f"dimensions: this model has {vectors[0].shape[-1]}.", param="dimensions")
         data = [
@@ -64,16 +66,29 @@ async def embeddings(request: Request) -> Response:
 
 
 async def embed(
-    service: services.Service, model: Model, texts: list[str | list[int]], pooling: Pooling | None = None
+    request: Request, model: Model, texts: list[str | list[int]], pooling: Pooling | None = None
 ) -> tuple[list[NDArray[Any]], int]:
-    """What `Model.embed` gives for each text, and how many tokens all have. Raises: as it does."""
-    encode = model.tokenizer.encode_whole
-    ids = [await asyncio.to_thread(encode, text) if isinstance(text, str) else text for text in texts]
-    vectors = []
-    for tokens in ids:
-        vectors.append(await asyncio.to_thread(model.embed, tokens, pooling))
-        service.metrics.prompt_tokens.inc(len(tokens))
-    return vectors, sum(map(len, ids))
+    """What `Model.embed` gives for each text, and how many tokens all have.
+
+    Raises: as it does; ClientLeft when nobody waits for it any more.
+    """
+    return await until_left(request.receive, _embed(services.of(request), model, texts, pooling))
+
+
+async def _embed(
+    service: services.Service, model: Model, texts: list[str | list[int]], pooling: Pooling | None
+) -> tuple[list[NDArray[Any]], int]:
+    encode, count = model.tokenizer.encode_whole, 0
+    vectors: list[NDArray[Any]] = []
+    together = 1 if pooling == "none" else TOGETHER
+    for start in range(0, len(texts), together):
+        part = texts[start : start + together]
+        ids = [await asyncio.to_thread(encode, text) if isinstance(text, str) else text for text in part]
+        found = await asyncio.to_thread(model.embed, ids[0] if together == 1 else ids, pooling)
+        vectors += [found] if together == 1 else list(found)
+        count += sum(map(len, ids))
+        service.metrics.prompt_tokens.inc(sum(map(len, ids)))
+    return vectors, count
 
 
 def _encoded(vector: NDArray[Any], form: str | None) -> list[Any] | str:

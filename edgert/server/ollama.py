@@ -307,7 +307,7 @@ async def embeddings(request: Request) -> Response:
     async with AsyncExitStack() as stack:
         loaded = await service.enter(stack, request, body.model, keep_alive=body.keep_alive)
         loading = time.monotonic() - began
-        vectors, count = await embed(service, loaded.model, texts)
+        vectors, count = await embed(request, loaded.model, texts)
         return answer(
             {
                 "model": service.registry.find(body.model).spec.name,
@@ -325,7 +325,7 @@ async def old_embeddings(request: Request) -> Response:
     body = await service.body(request, OldEmbedRequest)
     async with AsyncExitStack() as stack:
         loaded = await service.enter(stack, request, body.model, keep_alive=body.keep_alive)
-        vectors, _ = await embed(service, loaded.model, [body.prompt])
+        vectors, _ = await embed(request, loaded.model, [body.prompt])
         return answer({"embedding": vectors[0].tolist()})
 
 

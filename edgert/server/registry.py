@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import logging
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +100,7 @@ class Registry:
         self._held = 0  # models in memory, those included that are being loaded or closed
         self._line = Line(patience)
         self._closing: set[asyncio.Task[None]] = set()
+        self._freed = False  # memory of a model, since the last sweep
 
     @property
     def default(self) -> Place:
@@ -230,7 +234,10 @@ class Registry:
             return
         if place.loaded is loaded:
             self._take(place)
-        task = asyncio.ensure_future(self._close(loaded))
+        self._in_background(self._close(loaded))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
@@ -239,10 +246,14 @@ class Registry:
             await asyncio.to_thread(loaded.model.close)
         finally:
             self._held -= 1
+            self._freed = True
             self._line.wake()
 
     def sweep(self) -> None:
-        """Puts away what has been idle for longer than its keep_alive."""
+        """Puts away what has been idle for longer than its keep_alive; what went before is the system's again."""
+        if self._freed:
+            self._freed = False
+            self._in_background(asyncio.to_thread(give_back))
         now = time.monotonic()
         for place in self._idle():
             if place.loaded and now >= place.expires:
@@ -281,6 +292,17 @@ class Registry:
         for task in list(self._closing):
             with suppress(Exception):
                 await task
+
+
+def give_back() -> None:
+    """Gives the system what this process has freed.
+
+    glibc keeps it for the threads that have loaded models, each of them another one: with every exchange of a file the
+    process would hold more that it does not use.
+    """
+    gc.collect()  # a model that ended with an error hangs on the error
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
 
 
 def self_check(model: Model) -> None:

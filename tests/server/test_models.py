@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from fake import fake_model, hashed, says
+from fake import backend_of, fake_model, hashed, says
 from harness import Server, serving, serving_model, wait_for
 from shelf import Shelf, names, text
 
@@ -20,7 +20,7 @@ from edgert import cli
 from edgert.cli import top
 from edgert.cli.serve import command as serve_command
 from edgert.errors import EdgertError, ModelFileError, RequestError
-from edgert.server import config
+from edgert.server import config, registry
 from edgert.server.registry import FOREVER, Spec, duration
 
 CHAT = "/v1/chat/completions"
@@ -68,6 +68,26 @@ def test_an_idle_model_is_put_away(shelf: Shelf) -> None:
         assert names(server) == ["a", "b"]
         text(server, "b", keep_alive=0)
         wait_for(lambda: names(server) == ["a"], 5)
+
+
+def test_memory_of_models_that_went_is_given_back(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """glibc would keep what a thread had loaded, some tens of megabytes with every exchange."""
+    trims: list[list[bool]] = []
+
+    def trim() -> None:
+        trims.append([backend_of(model).closed for model in shelf.models])
+
+    monkeypatch.setattr(registry, "give_back", trim)
+    with serving([Spec("a", "a")], shelf) as server:
+        assert server.post("/v1/models/a/reload", {})[0] == 200
+        wait_for(lambda: trims, 5)
+        assert trims == [[True, False]]
+        server.service.registry.sweep()  # there is nothing to give back
+        assert server.post("/v1/models/a/reload", {})[0] == 200
+        wait_for(lambda: len(trims) > 1, 5)
+        assert trims[1:] == [[True, True, False]]
+    monkeypatch.undo()
+    registry.give_back()
 
 
 def test_a_model_that_cannot_be_loaded(shelf: Shelf) -> None:

@@ -210,7 +210,7 @@ def soak(model: str, seconds: float, clients: int = 8, threads: int = 2, exchang
             looks.append(held(process.pid))
         for worker in workers:
             worker.join()
-        time.sleep(1)
+        time.sleep(3)  # in which the server gives back what an exchange has freed
         _, text = load.request("GET", "/metrics")
         inside = [line for line in text.decode().splitlines() if line.startswith("edgert_answers_inside ")]
         if inside != ["edgert_answers_inside 0.0"]:
