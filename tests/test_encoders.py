@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from tiny import write_gguf
 
 import edgert
+from edgert.backends.base import Batch
 from edgert.errors import ContextFullError, ModelFileError, RequestError, UnsupportedFormatError
+from edgert.generation import Reading
 from edgert.quantize.convert import convert
 from edgert.quantize.gguf_file import GGUFFile
 
@@ -100,6 +102,47 @@ def test_bert_equals_transformers(bert: tuple[Path, Any, Any]) -> None:
             for pooling, row in (("cls", wanted[0]), ("last", wanted[-1]), ("mean", wanted.mean(0))):
                 found = model.embed(text, pooling, normalize=False)  # type: ignore[arg-type]
                 assert_close(found, row, 5e-3, 1e-5)
+
+
+def test_texts_of_one_call_share_steps_and_equal_transformers(bert: tuple[Path, Any, Any]) -> None:
+    path, reference, tokenizer = bert
+    texts = [*TEXTS[:5], "Hello " * 40, TEXTS[6]]
+    with edgert.load(path, n_threads=1, backend="cpu", n_parallel=7, n_cached=4096, window=10.0) as model:
+        usual, sizes = model.backend.states, []
+
+        def counted(batch: Batch) -> NDArray[np.float32]:
+            sizes.append(np.unique(batch.sequences, return_counts=True)[1].tolist())
+            return usual(batch)
+
+        model.backend.states = counted  # type: ignore[method-assign]
+        found = model.embed(texts, "mean", normalize=False)
+    lengths = [len(tokenizer.encode(text).ids) for text in texts]
+    assert sum(lengths) > 512 >= sum(lengths[:-1])  # what a step takes
+    assert sizes == [lengths[:-1], lengths[-1:]]
+    for text, row in zip(texts, found, strict=True):
+        assert_close(row, states(reference, tokenizer.encode(text).ids).mean(0), 5e-3, 1e-5)
+
+
+def test_a_text_that_fails_leaves_the_others(bert: tuple[Path, Any, Any]) -> None:
+    with edgert.load(bert[0], n_threads=1, backend="cpu", n_parallel=3, n_cached=4096, window=10.0) as model:
+        ids = [model.tokenizer.encode_whole(text) for text in TEXTS[:3]]
+        usual = model.backend.states
+
+        def failing(batch: Batch) -> NDArray[np.float32]:
+            if ids[1][1] in batch.tokens:
+                raise OSError("fault")
+            return usual(batch)
+
+        model.backend.states = failing  # type: ignore[method-assign]
+        tasks = [Reading(np.array(one, np.int32)) for one in ids]
+        for task in tasks:
+            model._engine.submit(task)
+        first, second, third = (task.output.get() for task in tasks)
+        assert isinstance(second, OSError)
+    for text, found in ((TEXTS[0], first), (TEXTS[2], third)):
+        assert isinstance(found, np.ndarray)
+        wanted = states(bert[1], bert[2].encode(text).ids).mean(0)
+        assert_close(found.mean(0), wanted, 5e-3, 1e-5)
 
 
 def test_bert_equals_llama_cpp(bert: tuple[Path, Any, Any]) -> None:

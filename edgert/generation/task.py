@@ -294,6 +294,7 @@ class Scoring(Task):
 
     reuse = False
     want_all = True
+    most_tokens = 0
 
     def __init__(self, prompt: NDArray[np.int32], n_vocab: int) -> None:
         super().__init__(prompt)
@@ -339,6 +340,7 @@ class Reading(Task):
     """A text whose last hidden states are wanted: what the head of the model reads after each token."""
 
     reuse = False
+    most_tokens = 0
 
     def __init__(self, prompt: NDArray[np.int32]) -> None:
         super().__init__(prompt)
