@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,6 +45,22 @@ def test_forms(tiny: Server) -> None:
     ids = tiny.ok("/tokenize", content="hello", add_special=True)["tokens"]
     assert tiny.ok("/v1/embeddings", input=ids)["data"][0]["embedding"] == floats
     assert tiny.ok("/v1/embeddings", input=[ids])["data"][0]["embedding"] == floats
+
+
+def test_texts_are_not_read_for_who_has_left(tiny: Server) -> None:
+    texts = [[7] * 400] * 2048
+    body = json.dumps({"input": texts}).encode()
+    before = tiny.model().snapshot().prompt_tokens
+
+    def read() -> int:
+        return tiny.model().snapshot().prompt_tokens - before
+
+    with socket.create_connection((tiny.host, tiny.port)) as connection:
+        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        wait_for(read, 30)
+    wait_for(lambda: not tiny.service.admission.inside, 30)
+    assert read() < 400 * len(texts)
 
 
 @pytest.mark.parametrize("value", [[], [[]], None, 5, [1.5], [10**6], ""])
