@@ -14,6 +14,6 @@ engine     the thread in which this happens, and what callers have of it
 from edgert.generation.engine import Engine
 from edgert.generation.limits import Limits
 from edgert.generation.metrics import Snapshot
-from edgert.generation.task import Generation, Reading, Scoring, Task, Weighing
+from edgert.generation.task import Caller, Generation, Reading, Scoring, Task, Weighing
 
-__all__ = ["Engine", "Generation", "Limits", "Reading", "Scoring", "Snapshot", "Task", "Weighing"]
+__all__ = ["Caller", "Engine", "Generation", "Limits", "Reading", "Scoring", "Snapshot", "Task", "Weighing"]

@@ -23,7 +23,7 @@ from edgert.generation.lockstep import Lockstep
 from edgert.generation.metrics import Counters, Snapshot
 from edgert.generation.schedule import Queue
 from edgert.generation.slots import Slots
-from edgert.generation.task import Outbox, Task
+from edgert.generation.task import Caller, Outbox, Task
 
 if TYPE_CHECKING:
     from edgert.speculation import Speculator
@@ -81,6 +81,8 @@ class Engine:
             task.queue_end = min(task.end, task.arrived + task.queue_timeout)
             self._admission.add(task)
             self._start()
+        if caller := Caller.current.get():
+            caller.submits(task)
         if task.cancelled:
             task.cancelled = True  # tells this engine
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
 from queue import SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +64,34 @@ def _called(call: Callable[[], Result], tasks: Sequence[Task]) -> Result | None:
     for task in tasks:
         task.cancelled = True
     return None
+
+
+class Caller:
+    """Who waits for what a call submits, where a call is made in a thread for somebody who may leave.
+
+    The thread finds it in the context that it was started with.
+    """
+
+    current: ClassVar[ContextVar[Caller | None]] = ContextVar("caller", default=None)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tasks: WeakSet[Task] = WeakSet()
+        self._left = False
+
+    def submits(self, task: Task) -> None:
+        """Takes in a task that has been queued."""
+        with self._lock:
+            self._tasks.add(task)
+            if self._left:
+                task.cancelled = True
+
+    def leave(self) -> None:
+        """Ends all tasks, and those that are submitted yet."""
+        with self._lock:
+            self._left = True
+            for task in self._tasks:
+                task.cancelled = True
 
 
 class Decoder(Protocol):

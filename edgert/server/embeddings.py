@@ -17,10 +17,9 @@ from edgert.server import service as services
 from edgert.server.errors import ApiError
 from edgert.server.openai import answer
 from edgert.server.requests import MAX_CHOICES, Prompt, prompts_of
-from edgert.server.sse import until_left
+from edgert.server.sse import in_thread, until_left
 
 MOST = 2048  # texts of one request
-TOGETHER = 32  # texts that are read before somebody looks whether they are still wanted
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
@@ -78,16 +77,14 @@ async def embed(
 async def _embed(
     service: services.Service, model: Model, texts: list[str | list[int]], pooling: Pooling | None
 ) -> tuple[list[NDArray[Any]], int]:
-    encode, count = model.tokenizer.encode_whole, 0
-    vectors: list[NDArray[Any]] = []
-    together = 1 if pooling == "none" else TOGETHER
-    for start in range(0, len(texts), together):
-        part = texts[start : start + together]
-        ids = [await asyncio.to_thread(encode, text) if isinstance(text, str) else text for text in part]
-        found = await asyncio.to_thread(model.embed, ids[0] if together == 1 else ids, pooling)
-        vectors += [found] if together == 1 else list(found)
-        count += sum(map(len, ids))
-        service.metrics.prompt_tokens.inc(sum(map(len, ids)))
+    encode = model.tokenizer.encode_whole
+    ids = [await asyncio.to_thread(encode, text) if isinstance(text, str) else text for text in texts]
+    if pooling == "none":
+        vectors = [await in_thread(model.embed, tokens, pooling) for tokens in ids]
+    else:
+        vectors = list(await in_thread(model.embed, ids, pooling))
+    count = sum(map(len, ids))
+    service.metrics.prompt_tokens.inc(count)
     return vectors, count
 
 

@@ -20,7 +20,7 @@ from edgert.server.chatting import prepare
 from edgert.server.errors import ApiError
 from edgert.server.requests import MAX_CHOICES, ChatRequest, CompletionRequest, Generating
 from edgert.server.shapes import ChatShape, CompletionShape, Echo, Shape
-from edgert.server.sse import DONE, EventStream, event, until_left
+from edgert.server.sse import DONE, EventStream, event, in_thread, until_left
 from edgert.server.tools import Toolbox
 from edgert.server.upstream import first_of
 
@@ -103,7 +103,7 @@ async def _complete(request: Request, body: CompletionRequest) -> ASGIApp:
                 if body.logprobs is None or not tokens:
                     echoes.append(Echo(text))
                     continue
-                weighing = asyncio.to_thread(model.prompt_logprobs, tokens, body.logprobs, user)
+                weighing = in_thread(model.prompt_logprobs, tokens, body.logprobs, user)
                 echoes.append(Echo(text, tokens, await until_left(request.receive, weighing)))
         shape = CompletionShape(service.registry.find(body.model).spec.name, model, echoes, n)
         return await respond(stack, request, body, shape, answers)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from edgert.generation import Caller
 from edgert.server import errors
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,19 @@ async def until_left(
             if not one.done():
                 one.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def in_thread(call: Callable[..., Result], *arguments: Any) -> Result:
+    """As `asyncio.to_thread`; what an engine does for it ends when nobody waits any more."""
+    caller = Caller()
+    token = Caller.current.set(caller)
+    try:
+        return await asyncio.to_thread(call, *arguments)
+    except asyncio.CancelledError:
+        caller.leave()
+        raise
+    finally:
+        Caller.current.reset(token)
 
 
 async def _watch(receive: Receive, ping: Callable[[], Awaitable[None]] | None) -> None:

@@ -6,8 +6,10 @@ import base64
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openai
@@ -15,6 +17,7 @@ import pytest
 from harness import Server, serving, wait_for
 
 import edgert
+from edgert.backends.base import Batch
 from edgert.errors import RequestError
 from edgert.quantize.gguf_file import GGUFFile
 from edgert.server.registry import Spec
@@ -47,20 +50,41 @@ def test_forms(tiny: Server) -> None:
     assert tiny.ok("/v1/embeddings", input=[ids])["data"][0]["embedding"] == floats
 
 
-def test_texts_are_not_read_for_who_has_left(tiny: Server) -> None:
-    texts = [[7] * 400] * 2048
-    body = json.dumps({"input": texts}).encode()
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/embeddings", {"input": [[7] * 400] * 2048}),
+        ("/embeddings", {"input": [[7] * 400] * 2048, "pooling": "none"}),
+        ("/api/embed", {"input": ["word " * 200] * 2048}),
+        ("/v1/completions", {"prompt": [[7] * 400] * 64, "echo": True, "logprobs": 1, "max_tokens": 0}),
+    ],
+)
+def test_texts_are_not_read_for_who_has_left(
+    tiny: Server, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    data, backend = json.dumps(body).encode(), tiny.model().backend
+
+    def slow(usual: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
+        def slowly(batch: Batch) -> Any:
+            time.sleep(0.03)  # some ten seconds for all of it
+            return usual(batch)
+
+        return slowly
+
+    monkeypatch.setattr(backend, "states", slow(backend.states))
+    monkeypatch.setattr(backend, "forward", slow(backend.forward))
     before = tiny.model().snapshot().prompt_tokens
 
     def read() -> int:
         return tiny.model().snapshot().prompt_tokens - before
 
     with socket.create_connection((tiny.host, tiny.port)) as connection:
-        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.sendall(head.encode() + body)
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+        connection.sendall(head.encode() + data)
         wait_for(read, 30)
-    wait_for(lambda: not tiny.service.admission.inside, 30)
-    assert read() < 400 * len(texts)
+    wait_for(lambda: not tiny.service.admission.inside, 5)
+    wait_for(lambda: not tiny.model().snapshot().n_running + tiny.model().snapshot().n_waiting, 5)
+    assert read() < 200 * len(body.get("input") or body["prompt"])  # half of it
 
 
 @pytest.mark.parametrize("value", [[], [[]], None, 5, [1.5], [10**6], ""])
