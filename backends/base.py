@@ -86,6 +86,8 @@ class Stakes:
     sure:    float64 (n,), ascending bounds between classes of probabilities; odds: float64 (n + 1,), how often
              guesses of each class are right
     ends:    int64, tokens after which nothing is guessed
+    extra:   float64 (most + 1,), how many tokens the time of checking so many guesses would give otherwise
+    unknown: int64 (most + 1,), whether that is a mere belief
     """
 
     most: int
@@ -94,6 +96,8 @@ class Stakes:
     sure: NDArray[np.float64]
     odds: NDArray[np.float64]
     ends: NDArray[np.int64]
+    extra: NDArray[np.float64]
+    unknown: NDArray[np.int64]
 
 
 @dataclass(frozen=True)

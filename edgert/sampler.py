@@ -50,7 +50,7 @@ class Sampler:
             params.repeat_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
         self._kernel = kernel
-        self._chain = kernel and self._bound(kernel, None)
+        self._chain: Chain | None = self._bound(kernel, None) if kernel else None
         self._draft_chain: Chain | None = None
 
     def _bound(self, kernel: SampleKernel, some: Some | None) -> Chain:
@@ -80,6 +80,11 @@ class Sampler:
         return self._draft_chain
 
     @property
+    def chain(self) -> Chain | None:
+        """The kernel's chain for the model itself, where there is a kernel."""
+        return self._chain
+
+    @property
     def has_kernel(self) -> bool:
         """Whether there is a kernel for `chain_over`."""
         return self._kernel is not None
@@ -99,6 +104,26 @@ class Sampler:
             if token >= 0:
                 return token
         return self._sample(logits, history[:n])[0]
+
+    def follow(self, logits: NDArray[np.float32], history: NDArray[np.int32], length: int) -> list[int]:
+        """What `sample` gives for one row after the other, as long as it is what the history guesses there.
+
+        logits:   float32 (n, n_vocab), the first after `length` tokens, each other one after a guess more
+        history:  int32, of which the first `length` and the n - 1 guesses behind them count
+        returns:  1 to n ids; fewer than there could be before a row that nothing can be chosen from
+
+        Raises: as `sample`.
+        """
+        if self._chain and logits.strides[1] == 4 and logits.flags.writeable:
+            found = self._chain.follow(logits, history, length)
+            if found[0] >= 0:
+                return found[:-1] if found[-1] < 0 else found
+        found = []
+        for i, row in enumerate(logits):
+            found.append(self.sample(row, history, length + i))
+            if i + 1 < len(logits) and found[i] != history[length + i]:
+                break
+        return found
 
     def guess(self, logits: NDArray[np.float32], history: NDArray[np.int32], length: int) -> tuple[int, float]:
         """What `sample` gives, and its probability among the kept tokens; greedy: among all, at temperature 1.

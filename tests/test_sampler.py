@@ -199,6 +199,25 @@ def test_the_kernel_chooses_what_numpy_chooses(isa: str) -> None:
     check()
     assert n_checked > 450
 
+    rows = np.stack([row(900, seed, 5.0) for seed in range(4)])
+    params = SamplingParams(temperature=0.8, seed=3, repeat_penalty=1.2)
+    for sampler in (Sampler(params, 900), Sampler(params, 900, kernel=kernel)):
+        history = np.zeros(24, np.int32)
+        history[:20] = np.arange(20)
+        for right in range(4):  # so many guesses are what is chosen
+            expected = []
+            for i in range(right + 1):
+                expected.append(sampler.sample(rows[i], history, 20 + i))
+                history[20 + i] = expected[i]
+            history[20 + right] = (expected[right] + 1) % 900
+            assert sampler.follow(rows, history, 20) == expected
+    damaged = rows.copy()
+    damaged[2, 5] = np.nan
+    history[20:23] = expected[:3]
+    assert sampler.follow(damaged, history, 20) == expected[:2]
+    with pytest.raises(EdgertError, match="not a finite number"):
+        sampler.follow(damaged[2:], history, 22)
+
 
 @pytest.mark.parametrize(
     "settings_",

@@ -11,6 +11,7 @@ from typing import Any
 import click.testing
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import edgert
 from edgert import backends
@@ -243,7 +244,7 @@ def test_a_draft_guesses_in_one_walk_what_it_does_step_by_step(
     tokens = np.zeros(128, np.int32)
     tokens[:12] = np.arange(20, 32)
     floors, odds = np.zeros(7), np.full(2, 0.9)
-    stakes = Stakes(6, floors, 0.0, np.array([0.5]), odds, np.array([-1]))
+    stakes = _stakes(6, floors, odds)
     shares = DraftModel(draft).guess(0, tokens, 12, sampler, stakes)
     guessed = tokens[12:18].tolist()
     assert len(shares) == 6 and draft.length(0) == 17
@@ -259,6 +260,78 @@ def test_a_draft_guesses_in_one_walk_what_it_does_step_by_step(
     stakes.floors[3] = 2.0  # no chance is as high
     assert len(DraftModel(draft).guess(0, tokens, 12, sampler, replace(stakes))) == 3
     draft.close()
+
+
+def _stakes(most: int, floors: NDArray[np.float64], odds: NDArray[np.float64], step: float = 0.0) -> Stakes:
+    """step: tokens that checking one guess more must bring"""
+    extra, known = step * np.arange(most + 1), np.zeros(most + 1, np.int64)
+    return Stakes(most, floors, 0.0, np.array([0.5]), odds, np.array([-1]), extra, known)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("same", [False, True])
+def test_guesses_are_checked_in_one_walk_as_in_three_calls(tiny_model: Tiny, temperature: float, same: bool) -> None:
+    """The draft's walk goes on to the target's step and to the choice of tokens, whatever is guessed."""
+    seed = 0 if same else 1
+    target = backends.load(tiny_model("llama"), backend="cpu", n_ctx=128, n_threads=2)
+    with GGUFFile.open(tiny_model("llama", seed=seed)) as file:
+        draft = CpuDraft(file, n_guesses=6, n_ctx=128, n_threads=2, beside=target)
+    model, odds = DraftModel(draft), np.full(2, 0.9)
+    assert model.checks
+    sampler = Sampler(SamplingParams(temperature=temperature, seed=5, repeat_penalty=1.3), target.n_vocab, (),
+                      SampleKernel())  # fmt: skip
+    tokens, n, accepted = np.zeros(128, np.int32), 12, []
+    tokens[:n] = np.arange(20, 32)
+    target.forward(Batch.of(tokens[: n - 1].tolist(), 0, wanted="none"))
+    for step in (0.0, 0.75, 0.5, 0.0, 2.0, 0.0):
+        stakes = _stakes(6, np.zeros(7), odds, step)
+        apart = tokens.copy()
+        shares = model.guess(0, apart, n, sampler, stakes).copy()
+        net = np.cumsum(0.9 ** np.arange(1, 7)) - step * np.arange(1, 7)
+        count = int(net.argmax()) + 1 if net.max() > 0 else 0
+        logits = target.extend(apart[n - 1 : n + count].tolist(), n - 1, 0)
+        expected = sampler.follow(logits, apart, n)
+        target.truncate(0, n - 1)
+        found = model.guess_and_check(0, tokens, n, sampler, stakes)
+        assert found is not None
+        assert found[0].tolist() == shares.tolist() and found[1:] == (count, expected)
+        assert tokens[n : n + 6].tolist() == apart[n : n + 6].tolist()
+        tokens[n : n + len(expected)] = expected
+        n += len(expected)
+        accepted.append(len(expected) - 1)
+        assert target.length(0) == n - 1
+    assert sum(accepted) > 12 if same else min(accepted) < 6
+    single = target.step(int(tokens[n - 1]), 0).copy()  # the cache holds what was chosen
+    target.truncate(0, 0)
+    assert (target.forward(Batch.of(tokens[:n].tolist(), 0, wanted="last"))[0] == single).all()
+    draft.close()
+    target.close()
+
+
+def test_a_lone_request_is_checked_in_the_walk_of_its_guesses(
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    original = DraftModel.guess_and_check
+
+    def counted(self: DraftModel, *arguments: Any) -> Any:
+        found = original(self, *arguments)
+        calls.append(found)
+        return found
+
+    monkeypatch.setattr(DraftModel, "guess_and_check", counted)
+    parameters: dict[str, Any] = {"temperature": 0, "max_tokens": 90, "ignore_eos": True}
+    with edgert.load(tiny_model("llama"), spec="off") as model:
+        expected = model.generate(PROMPT, **parameters).tokens
+        used = model.backend.memory()["kv"]
+    with edgert.load(tiny_model("llama"), draft=tiny_model("llama"), spec="draft", spec_min=4, spec_max=4) as model:
+        assert model.generate(PROMPT, **parameters).tokens == expected
+        assert model.backend.memory()["kv"] == used  # pages kept from step to step are given back
+        n_calls = len(calls)
+        assert n_calls > 10 and None not in calls
+        stopped = model.generate(PROMPT, **(parameters | {"stop": [" "]}))
+        model.generate(PROMPT, logprobs=True, max_tokens=8)
+        assert stopped.finish_reason in ("stop", "length") and len(calls) >= n_calls
 
 
 def _rewound(draft: CpuDraft, length: int) -> int:

@@ -132,7 +132,7 @@ class CpuBackend(Backend):
             self._observed: dict[Shape, Tape] = {}
             self._summed: dict[Shape, Tape] = {}
             self._stating: dict[Shape, Tape] = {}
-            self._runs: dict[int, Shape] = {}  # of a few tokens of one sequence, by their number
+            self._runs: dict[int, Tape] = {}  # of a few tokens of one sequence, by their number
             self._n_logits = sum(matrix.n_panels * self.isa.lanes for matrix in weights.output)
             self._logits = aligned(4).view(np.float32).reshape(1, 1)
             self._compile_usual()
@@ -192,7 +192,8 @@ class CpuBackend(Backend):
         self._cache.truncate(0, 0)
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
-        return self._walk(*self._lay_out(batch))
+        shape, n_wanted = self._lay_out(batch)
+        return self._walk(self._tape(shape), n_wanted)
 
     def observe(self, batch: Batch, on_input: OnInput) -> None:
         for reads in self._products(batch, self._observed, self._graph.observed_ops):
@@ -285,20 +286,16 @@ class CpuBackend(Backend):
         ):
             return super().extend(tokens, position, sequence)
         cache.grow(sequence, end)
-        for i, token in enumerate(tokens):
-            graph.tokens[i], graph.positions[i], graph.slots[i], graph.wanted[i] = token, position + i, sequence, i
-        graph.header[: len(ONE)] = n, 0, n, n
-        graph.header[N_WANTED_TILED] = graph.tiled(n)
-        shape = self._runs.get(n)
-        if shape is None:
-            shape = self._runs[n] = graph.shape(0, n, n)
-        return self._walk(shape, n)
+        graph.few.lay_out(tokens, position, sequence, n, graph.tiled(n))
+        tape = self._runs.get(n)
+        if tape is None:
+            tape = self._runs[n] = self._tape(graph.shape(0, n, n))
+        return self._walk(tape, n)
 
-    def _walk(self, shape: Shape, n_wanted: int) -> NDArray[np.float32]:
+    def _walk(self, tape: Tape, n_wanted: int) -> NDArray[np.float32]:
         """Runs a step that lies in the buffers: float32 (n_wanted, n_vocab)."""
-        tape = self._tape(shape)
         logits = self._aim(tape, n_wanted)
-        self._team.run(tape.words)
+        self._team.walk(tape.address, len(tape.words))
         return self._result(logits, n_wanted)
 
     def in_parts(self, batch: Batch) -> Callable[[float], NDArray[np.float32] | None]:

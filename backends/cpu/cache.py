@@ -280,6 +280,10 @@ class PagedCache:
         for pool in self.pools.values():
             pool.truncate(sequence, length)
 
+    def shorten(self, sequence: int, length: int) -> None:
+        """Forgets what lies behind the first `length` positions, but keeps its pages, which are soon written to."""
+        self.lengths[sequence] = length
+
     def fork(self, source: int, target: int, length: int) -> None:
         """The empty target shares the first `length` positions, which are reachable."""
         self.lengths[target] = length

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from edgert.backends.base import Stakes
 from edgert.backends.cpu import compiler
 from edgert.backends.cpu.backend import ONE, CpuBackend
+from edgert.backends.cpu.check import Check
 from edgert.backends.cpu.guessing import PLACE, ROWS, Guessing
 from edgert.backends.cpu.layouts import WINDOW
 from edgert.backends.cpu.memory import aligned
 from edgert.backends.cpu.sampling import Chain, Some
-from edgert.backends.cpu.step import N_WANTED_TILED, SPARE, Shape
+from edgert.backends.cpu.step import SPARE, Shape
 from edgert.backends.cpu.tape import Tape
 from edgert.backends.cpu.team import LEAVE
 from edgert.backends.cpu.weights import Packer
@@ -60,12 +61,27 @@ class CpuDraft(CpuBackend):
             words[PLACE[name]] = array.ctypes.data
         words[PLACE["n_header"]], words[PLACE["team"]] = len(ONE), self._team.address
         self._guessing = Guessing(words, steps, n_guesses)
+        beside = options.get("beside")
+        self._check: Check | None = None
+        if isinstance(beside, CpuBackend) and beside._team is self._team and Check.serves(beside, n_guesses):
+            self._check = check = Check(beside, n_guesses)
+            self.capabilities |= {"check"}
+            for name, array in check.inputs().items():
+                words[PLACE[f"target_{name}"]] = array.ctypes.data
 
     def _tape(self, shape: Shape) -> Tape:
         """Of what it reads besides, all takes the kernels of many tokens, compiled at the start: nobody shall wait."""
         if shape.narrow > ROWS:
             shape = replace(shape, narrow=self._graph.shape(0, WINDOW, 0).narrow)
         return super()._tape(shape)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """As the backend's; where it is a guess that is taken back, its pages are kept for the next one."""
+        if length and 0 < self._cache.lengths[sequence] - length <= self._guessing.most:
+            self._check_reach(sequence, length)
+            self._cache.shorten(sequence, length)
+        else:
+            super().truncate(sequence, length)
 
     def guess(
         self,
@@ -84,21 +100,55 @@ class CpuDraft(CpuBackend):
 
         Raises: DoesNotFitError when the cache is full.
         """
+        return self._guess(sequence, pending, chain, history, n, stakes)
+
+    def guess_and_check(
+        self,
+        sequence: int,
+        pending: list[int],
+        chain: Chain,
+        history: NDArray[np.int32],
+        n: int,
+        stakes: Stakes,
+        target: Chain,
+    ) -> tuple[NDArray[np.float64], int, list[int]] | None:
+        """`guess`, then the step of the model beside it that checks as many guesses as pay, and the choice of tokens:
+        in one walk, since what lies between two is done with cold caches.
+
+        target:   of the model's own sampler, over all tokens
+        returns:  the guesses' probabilities, how many were checked, and the tokens chosen, none where nothing can be;
+                  None where the cache of the model beside it lacks room
+
+        Raises: DoesNotFitError when this one's cache is full.
+        """
+        check = self._check
+        assert check is not None
+        if not check.begin(sequence, n, target, history, stakes.most):
+            return None
+        words = self._guessing.words
+        words[PLACE["tapes"]], words[PLACE["sequence"]] = check.tapes_address, sequence
+        words[PLACE["target_chain"]], words[PLACE["target_logits"]] = target.address, check.logits_address
+        chosen: list[int] = []
+        try:
+            shares = self._guess(sequence, pending, chain, history, n, stakes)
+            chosen = [token for token in target.chosen if token >= 0]
+        finally:
+            words[PLACE["tapes"]] = 0
+            check.end(sequence, n + len(chosen) - 1)
+        return shares, words[PLACE["checked"]], chosen
+
+    def _guess(
+        self, sequence: int, pending: list[int], chain: Chain, history: NDArray[np.int32], n: int, stakes: Stakes
+    ) -> NDArray[np.float64]:
         cache, graph, guessing = self._cache, self._graph, self._guessing
         length, rows = cache.lengths[sequence], len(pending)
         most = min(stakes.most, guessing.most, self.n_ctx - length - rows + 1)
         if cache.missing({sequence: length + rows + most - 1}):
             raise DoesNotFitError("The draft's cache is full.")
         cache.grow(sequence, length + rows + most - 1)
-        graph.tokens[:rows] = pending
-        for i in range(rows):
-            graph.positions[i], graph.slots[i] = length + i, sequence
-        graph.wanted[0] = rows - 1
-        header = graph.header
-        header[: len(ONE)] = rows, 0, rows, 1
-        header[N_WANTED_TILED] = 0
+        graph.few.lay_out(pending, length, sequence, 1)
         chain.prepare(self._logits_address, history, n)
         guessing.set(chain, stakes, most, length + rows - 1)
-        self._team.run(guessing.tape(rows, most))
-        cache.truncate(sequence, length + rows + guessing.steps - 1)
+        self._team.walk(*guessing.tape(rows, most))
+        cache.shorten(sequence, length + rows + guessing.steps - 1)
         return guessing.shares[: guessing.count]

@@ -36,6 +36,7 @@ from edgert.backends.cpu.step import (
     SPARE,
     WIDTHS,
     ZERO,
+    FewTokens,
     Group,
     Shape,
     width_for,
@@ -68,6 +69,7 @@ class Graph:
         arena = self.arena = Arena(ARENA_BYTES)
         self.header = arena.integers(N_PLACES)
         self.tokens, self.positions, self.slots, self.wanted = (arena.integers(rows) for _ in range(4))
+        self.few = FewTokens(self.tokens, self.positions, self.slots, self.wanted, self.header)
         # To which position each row's attention looks.
         self.reach = arena.integers(rows) if a.encoder else self.positions
         self.zeros = arena.integers(rows) if a.encoder else self.positions

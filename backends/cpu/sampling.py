@@ -42,16 +42,20 @@ ARGUMENTS = (
     "ids",  # int64 (n,), the tokens whose logits are given where these are some of the vocabulary; 0: all are
     "places",  # int32 (n_vocab,), the reverse: places among the logits, or -1; 0: all are
     "want_share",  # whether a greedy choice gets its share as well
-    "token",  # result: a place among the logits, or NOT_FINITE, or ALL_FORBIDDEN
+    "n_rows",  # rows of logits at most: each further one follows the token that stands in the history after n_history
+    "stride",  # bytes from one row to the next
+    "chosen",  # result: how many rows a token was chosen for, up to the first other than the one that stands there
+    "tokens",  # result, int64 (n_rows,): places among the logits, or NOT_FINITE, or ALL_FORBIDDEN
     "share",  # result, float64: the token's probability among those kept; greedy: among all at temperature 1
 )
 PLACE = {name: place for place, name in enumerate(ARGUMENTS)}
 NOT_FINITE, ALL_FORBIDDEN = -1, -2
 BLOCK = 64  # logits that are skipped together
 RACE_DEPTH = 5.0  # logits further below the best one, in units of the temperature, are drawn as one
-_LOGITS, _HISTORY, _N_HISTORY, _TOKEN, _WANT_SHARE, _SHARE = (
-    PLACE[x] for x in ("logits", "history", "n_history", "token", "want_share", "share")
+_LOGITS, _HISTORY, _N_HISTORY, _WANT_SHARE, _SHARE, _N_ROWS, _STRIDE, _CHOSEN, _TOKENS = (
+    PLACE[x] for x in ("logits", "history", "n_history", "want_share", "share", "n_rows", "stride", "chosen", "tokens")
 )
+MOST_ROWS = 64  # that are sampled in one call
 
 
 class Some:
@@ -119,32 +123,41 @@ class Chain:
     ) -> None:
         self._function = function
         self._arrays = arrays
-        self._words = np.zeros(len(ARGUMENTS), np.int64)
-        doubles = self._words.view(np.float64)
+        words = np.zeros(len(ARGUMENTS), np.int64)
+        tokens = np.zeros(MOST_ROWS, np.int64)
+        doubles = words.view(np.float64)
         for name, value in arguments.items():
-            (self._words if isinstance(value, int) else doubles)[PLACE[name]] = value
+            (words if isinstance(value, int) else doubles)[PLACE[name]] = value
         for name, array in arrays.items():
-            self._words[PLACE[name]] = array.ctypes.data
-        self._address = self._words.ctypes.data
-        self._doubles = doubles
+            words[PLACE[name]] = array.ctypes.data
+        words[_TOKENS] = tokens.ctypes.data
+        self._address = words.ctypes.data
+        # What is touched between two steps is read from memory: the little code of memoryviews counts.
+        self._words, self._tokens = words.data, tokens.data
+        self._doubles: memoryview[float] = doubles.data  # type: ignore[assignment]
         self._history: NDArray[np.int32] | None = None
 
     @property
     def share(self) -> float:
         """The probability of the token chosen last; of a greedy one where it was wanted."""
-        return float(self._doubles[_SHARE])
+        return self._doubles[_SHARE]
 
     @property
     def address(self) -> int:
         """Of the kernel's arguments, for kernels that sample themselves."""
         return self._address
 
-    def prepare(self, logits: int, history: NDArray[np.int32], length: int) -> None:
-        """Sets what `__call__` is given, for a kernel that writes to the history; logits: their address."""
+    def prepare(self, logits: int, history: NDArray[np.int32], length: int, n_rows: int = 1) -> None:
+        """Sets what the kernel is given, where others call it.
+
+        logits:   their address
+        history:  int32, which the kernel may write to
+        """
+        words = self._words
         if history is not self._history:
             self._history = history
-            self._words[_HISTORY] = history.ctypes.data
-        self._words[_LOGITS], self._words[_N_HISTORY], self._words[_WANT_SHARE] = logits, length, 1
+            words[_HISTORY] = history.ctypes.data
+        words[_LOGITS], words[_N_HISTORY], words[_WANT_SHARE], words[_N_ROWS] = logits, length, 1, n_rows
 
     def __call__(
         self, logits: NDArray[np.float32], history: NDArray[np.int32], length: int, want_share: bool = False
@@ -156,12 +169,30 @@ class Chain:
         """
         if logits.strides != (4,) or not logits.flags.writeable:
             logits = logits.copy()
-        words = self._words
         if history is not self._history:
-            self._history = np.ascontiguousarray(history)
-            words[_HISTORY] = self._history.ctypes.data
-        words[_LOGITS] = logits.__array_interface__["data"][0]
-        words[_N_HISTORY] = length
-        words[_WANT_SHARE] = want_share
+            history = np.ascontiguousarray(history)
+        self.prepare(logits.__array_interface__["data"][0], history, length)
+        self._words[_WANT_SHARE] = want_share
         self._function(0, 1, self._address)
-        return int(words[_TOKEN])
+        return self._tokens[0]
+
+    def follow(self, logits: NDArray[np.float32], history: NDArray[np.int32], length: int) -> list[int]:
+        """Token ids, for each row as long as the one before gave the token that stands in the history.
+
+        logits:   float32 (n, n_vocab), the rows after `length` tokens, after one more ...
+        history:  int32, C order, of which the first `length` and n - 1 guesses behind them count
+        returns:  1 to n ids, the last NOT_FINITE or ALL_FORBIDDEN where nothing could be chosen
+        """
+        self.prepare(logits.__array_interface__["data"][0], history, length, min(len(logits), MOST_ROWS))
+        self.rows_of(logits)
+        self._function(0, 1, self._address)
+        return self.chosen
+
+    def rows_of(self, logits: NDArray[np.float32]) -> None:
+        """Makes ready for several rows, as far apart as in `logits`, whose shares nobody wants."""
+        self._words[_WANT_SHARE], self._words[_STRIDE] = 0, logits.strides[0]
+
+    @property
+    def chosen(self) -> list[int]:
+        """What `follow` gave, or another call of the kernel."""
+        return self._tokens[: self._words[_CHOSEN]].tolist()

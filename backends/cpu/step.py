@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from edgert.backends.cpu.layouts import CODECS
 
@@ -54,3 +57,35 @@ class Shape:
     narrow: int  # width of the narrow rows' products, 0: none, BYTE_TILES: by int8 tiles
     wanted: int  # width of the head's product, 0: no logits, BYTE_TILES or TILE_TOKENS: by tiles
     private: bool
+
+
+class FewTokens:
+    """Lays out a step of a few tokens of one sequence, as replies and their guesses take it.
+
+    Between two steps whatever is touched is read from memory: NumPy's way to a single number is long, a
+    memoryview's is short.
+
+    tokens, positions, slots, wanted, header:  the int64 arrays that the kernels read
+    """
+
+    def __init__(
+        self,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        wanted: NDArray[np.int64],
+        header: NDArray[np.int64],
+    ) -> None:
+        self._tokens, self._positions, self._slots = tokens.data, positions.data, slots.data
+        self._wanted, self._header = wanted.data, header.data
+
+    def lay_out(self, tokens: Sequence[int], position: int, sequence: int, n_wanted: int, tiled: int = 0) -> None:
+        """position: of the first token; n_wanted: logits after the last tokens; tiled: of these, see `Graph.tiled`"""
+        n, header, wanted = len(tokens), self._header, self._wanted
+        places, positions, slots = self._tokens, self._positions, self._slots
+        for i, token in enumerate(tokens):
+            places[i], positions[i], slots[i] = token, position + i, sequence
+        for i in range(n_wanted):
+            wanted[i] = n - n_wanted + i
+        header[N_TOKENS], header[N_WIDE], header[N_NARROW], header[N_WANTED] = n, 0, n, n_wanted
+        header[N_WANTED_TILED] = tiled

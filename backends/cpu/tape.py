@@ -115,6 +115,7 @@ class Tape:
             op.arguments = place
         self.words = arena.integers(len(ops), 3)
         self.words[:] = [[addresses[op.kernel], op.arguments.ctypes.data, op.meet] for op in ops]
+        self.address = self.words.ctypes.data
         self.layers = [*(i for i, op in enumerate(ops, 1) if op.ends_layer), len(ops)]
 
     def pieces(self) -> Iterator[tuple[NDArray[np.int64], Reads]]:

@@ -15,7 +15,7 @@ from edgert.backends.cpu.isa import Isa
 
 # Places in the shared state; as in `kernels/walk.py`, which cannot be imported without Numba (a test compares them).
 GENERATION, ARRIVALS, TAPE, N_OPS, BASE, STOP = 0, 16, 32, 33, 34, 35
-YIELD, SYSCALL, FUTEX, ENDED, PARKED, LINE = 36, 37, 38, 39, 48, 8
+YIELD, SYSCALL, FUTEX, ENDED, N_THREADS, NEXT, N_NEXT, PARKED, LINE = 36, 37, 38, 39, 41, 42, 43, 48, 8
 LEAVE = 2  # after an op: all meet, and leave the tape if its kernel has ended it
 KERNELS = ("walk.role=lead", "walk.role=worker", "walk.role=post")
 
@@ -50,6 +50,8 @@ class Team:
         self._address = self._state.ctypes.data
         self._state[YIELD] = _yield_address()
         self._state[SYSCALL], self._state[FUTEX] = _futex()
+        self._state[N_THREADS] = n_threads
+        self._parks = not self._state[SYSCALL]  # workers wait outside the kernels, and are woken from here
         self._wake = [threading.Semaphore(0) for _ in range(n_threads)]
         self._threads = [
             threading.Thread(target=self._serve, args=(i,), name=f"edgert-{i}", daemon=True)
@@ -74,18 +76,17 @@ class Team:
 
     def run(self, tape: NDArray[np.int64]) -> None:
         """Walks a tape, int64 (n_ops, 3); the last op must be a meeting point. Returns when all threads are done."""
-        state = self._state
-        state[TAPE] = tape.ctypes.data
-        state[N_OPS] = len(tape)
-        self._post()
-        self._lead(0, self.n_threads, self._address)
-        state[BASE] = state[ARRIVALS]
+        self.walk(tape.ctypes.data, len(tape))
 
-    def _post(self) -> None:
-        if self.n_threads == 1:
-            self._state[GENERATION] += 1
-            return
-        self._announce(0, self.n_threads, self._address)
+    def walk(self, tape: int, n_ops: int) -> None:
+        """The same by the tape's address."""
+        if self._parks:
+            self._announce(tape, n_ops, self._address)
+            self._release()
+        self._lead(tape, n_ops, self._address)
+
+    def _release(self) -> None:
+        """Wakes the workers that wait outside, after a tape was announced."""
         for thread in range(1, self.n_threads):
             if self._state[PARKED + LINE * thread]:
                 self._state[PARKED + LINE * thread] = 0
@@ -94,7 +95,8 @@ class Team:
     def close(self) -> None:
         """Ends the workers."""
         self._state[STOP] = 1
-        self._post()
+        self._announce(0, 0, self._address)
+        self._release()
         for thread in self._threads:
             thread.join()
         self._threads = []

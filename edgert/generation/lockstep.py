@@ -119,22 +119,31 @@ class Lockstep:
     def _evaluate(self, parts: list[tuple[Task, int, int]]) -> None:
         """One batch, whose logits are handed out."""
         guessed = self._guess(parts)
-        began = perf_counter()
-        try:
-            logits, row = self._forward(guessed or parts), 0
-        except DoesNotFitError:
-            if not guessed:
-                raise
-            guessed, (logits, row) = None, (self._forward(parts), 0)
+        began, logits, row = perf_counter(), _NO_LOGITS, 0
+        if not (guessed and guessed[0][0].chosen):
+            try:
+                logits = self._forward(guessed or parts)
+            except DoesNotFitError:
+                if not guessed:
+                    raise
+                guessed, logits = None, self._forward(parts)
         ended = perf_counter()
+        if guessed and self._speculator and guessed[0][0].chosen:
+            began = self._speculator.checking_began
         self._spent = ended - began
         self._steps += (began, ended)
         if self._n_single or self._n_wide or self._piece or len(self._steps) >= 2 * STEPS:
             self._account(parts)
         for task, count, rows in guessed or parts:
-            task.slot.n_cached += count
             try:
-                task.advance(logits[row : row + rows])
+                if task.chosen:
+                    task.slot.n_cached += len(task.chosen)
+                    task.take_chosen(count - 1)
+                    if task.done:  # gives back pages that were kept for the next step
+                        self._backend.truncate(task.slot.sequence, task.slot.n_cached)
+                else:
+                    task.slot.n_cached += count
+                    task.advance(logits[row : row + rows])
             except Exception as error:  # its own affair, the others go on
                 if not isinstance(error, EdgertError):
                     logger.exception("a request failed")
@@ -228,6 +237,7 @@ class Lockstep:
         if len(tasks) < len(parts):
             return None
         room = min(self._backend.n_batch, len(self._speculator.costs)) - len(tasks)
+        self._meanwhile()  # the guesses' makers compute as well
         counts = self._speculator.propose(tasks, room)
         return [(task, count + 1, count + 1) for task, count in zip(tasks, counts, strict=True)]
 

@@ -7,8 +7,9 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from itertools import repeat
 from queue import SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeVar
@@ -110,6 +111,8 @@ class Task(ABC):
     most_at_once = 1 << 30  # tokens of the prompt that one step may evaluate
     most_guesses = 0  # tokens that may be guessed and checked in the next step
     n_accepted = 0  # guesses that were right in the last step
+    takes_chosen = False  # whether it goes on by tokens alone, without their logits
+    chosen: list[int] | None = None  # tokens of the present step that were chosen where the guesses were made
     n_predicted = 0  # tokens chosen, and of them those that the engine has counted:
     n_counted = 0
     most_tokens: int | None = None  # that may be added to the prompt; None: as many as the context holds
@@ -162,6 +165,10 @@ class Task(ABC):
     def advance(self, logits: NDArray[np.float32]) -> None:
         """Takes the logits that a step gave for this task: float32 (rows, n_vocab), possibly no row."""
 
+    def take_chosen(self, n_guesses: int) -> None:
+        """`advance`, where so many guesses have been checked and tokens `chosen` already."""
+        raise NotImplementedError
+
     @abstractmethod
     def cancel(self) -> None:
         """Ends the task because its caller wishes so."""
@@ -198,6 +205,7 @@ class Generation(Task):
         self._decoder = decoder
         self.end_ids = frozenset(end_ids)
         self._constraint = constraint
+        self.takes_chosen = constraint is None and not options.logprobs
         self.guessing: Request | None = None  # what the speculator knows about it
         self.drafts = Drafts()
         self._stops = StopStrings(options.stop)
@@ -217,24 +225,33 @@ class Generation(Task):
 
     def advance(self, logits: NDArray[np.float32]) -> None:
         """Chooses a token after each row as long as it is the one that the next row was computed for."""
-        self._last = perf_counter()
-        first = self.n_predicted == 0
-        if first:
-            self._prompt_end = self._last
-            self._report_progress()
+        self._note_reading()
         if not len(logits):
             return
         if self.options.max_tokens == 0:
             self._finish("length")
             return
-        guesses = self.slot.tokens[self.slot.n_tokens : self.slot.n_tokens + len(logits) - 1].tolist()
-        self.drafts.try_(len(guesses))
+        self._go_on(len(logits) - 1, self._choices(logits), logits)
+
+    def take_chosen(self, n_guesses: int) -> None:
+        self._note_reading()
+        chosen, self.chosen = self.chosen, None
+        self._go_on(n_guesses, chosen or (), repeat(None))
+
+    def _note_reading(self) -> None:
+        """Tells how much of the prompt has been read, as long as it is read."""
+        self._last = perf_counter()
+        if self.n_predicted == 0:
+            self._prompt_end = self._last
+            self._report_progress()
+
+    def _go_on(self, n_guesses: int, tokens: Iterable[int], rows: Iterable[NDArray[np.float32] | None]) -> None:
+        """Takes the chosen tokens, each as long as the one before it is what was guessed there."""
+        slot, first = self.slot, self.n_predicted == 0
+        guesses = slot.tokens[slot.n_tokens : slot.n_tokens + n_guesses].tolist()
+        self.drafts.try_(n_guesses)
         self.n_accepted = 0
-        for row, guess in zip(logits, [*guesses, None], strict=True):
-            allowed = self._constraint.masked(row) if self._constraint else row
-            token = self.sampler.sample(allowed, self.slot.tokens, self.slot.n_tokens)
-            if self._constraint:
-                self._constraint.take(token)
+        for row, guess, token in zip(rows, [*guesses, None], tokens, strict=False):
             right = token == guess
             if right:
                 self.drafts.accepted[self.n_accepted] += 1
@@ -248,13 +265,27 @@ class Generation(Task):
         if self._text and not self.done and not self.whole:
             self._emit("")
 
+    def _choices(self, logits: NDArray[np.float32]) -> Iterable[int]:
+        """The tokens after the rows, each as long as the one before it is what its row was computed for."""
+        slot, constraint = self.slot, self._constraint
+        if constraint is None:
+            return self.sampler.follow(logits, slot.tokens, slot.n_tokens)
+
+        def one_by_one() -> Iterator[int]:
+            for row in logits:
+                token = self.sampler.sample(constraint.masked(row), slot.tokens, slot.n_tokens)
+                constraint.take(token)
+                yield token
+
+        return one_by_one()
+
     @property
     def most_guesses(self) -> int:  # type: ignore[override]
         left = self.options.max_tokens
         room = len(self.slot.tokens) - self.slot.n_tokens
         return room if left is None else min(room, left - self.n_predicted - 1)
 
-    def _take(self, token: int, row: NDArray[np.float32]) -> None:
+    def _take(self, token: int, row: NDArray[np.float32] | None) -> None:
         """Adds a token, chosen from a row of logits, to the reply, or ends it."""
         slot = self.slot
         self.n_predicted += 1
@@ -263,7 +294,7 @@ class Generation(Task):
             self._finish("stop")
             return
         self._tokens.append(token)
-        if self.options.logprobs:
+        if self.options.logprobs and row is not None:
             self._logprobs.append(TokenLogprob(token, *logprobs(row, token, self.options.top_logprobs)))
         text, stopped = self._stops.push(self._decoder.push(token))
         if stopped:

@@ -24,6 +24,7 @@ class DraftModel:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self._native: Any = backend if "guess" in backend.capabilities else None
+        self.checks = "check" in backend.capabilities  # whether it can go on to the target's step
         self._read = [np.zeros(backend.n_ctx, np.int32) for _ in range(backend.n_seq_max)]
         self._starts = [0] * backend.n_seq_max
         self._last: list[tuple[object, int, list[int]]] = [(None, 0, [])] * backend.n_seq_max
@@ -44,19 +45,54 @@ class DraftModel:
         Raises: EdgertError when it cannot.
         """
         if self._native and sampler.has_kernel:
-            pending = self._followed(sequence, tokens, n, owner)
-            if pending is None:
-                pending = self._catch_up(sequence, tokens, n, 2).tolist()
-            self._last[sequence] = None, 0, []
+            pending = self._pending(sequence, tokens, n, owner)
             chain = sampler.chain_over(self._native.some)
             shares: NDArray[np.float64] = self._native.guess(sequence, pending, chain, tokens, n, stakes)
-            start = self._starts[sequence]
-            end = start + self.backend.length(sequence)
-            first = n - len(pending)
-            self._read[sequence][first - start : end - start] = tokens[first:end]
-            self._last[sequence] = owner, n, tokens[n:end].tolist()
+            self._note(sequence, tokens, n, len(pending), owner)
             return shares
         return self._guess_in_turn(sequence, tokens, n, sampler, stakes)
+
+    def guess_and_check(
+        self,
+        sequence: int,
+        tokens: NDArray[np.int32],
+        n: int,
+        sampler: Sampler,
+        stakes: Stakes,
+        owner: object = None,
+    ) -> tuple[NDArray[np.float64], int, list[int]] | None:
+        """`guess`, then the target's step that checks as many guesses as pay, and the choice of tokens.
+
+        returns:  the guesses' probabilities, how many were checked, and what `Sampler.follow` gives; None where only
+                  `guess` will do
+
+        Raises: as `guess`.
+        """
+        if not self.checks or sampler.chain is None:
+            return None
+        pending = self._pending(sequence, tokens, n, owner)
+        chain = sampler.chain_over(self._native.some)
+        found: tuple[NDArray[np.float64], int, list[int]] | None
+        found = self._native.guess_and_check(sequence, pending, chain, tokens, n, stakes, sampler.chain)
+        if found is not None:
+            self._note(sequence, tokens, n, len(pending), owner)
+        return found
+
+    def _pending(self, sequence: int, tokens: NDArray[np.int32], n: int, owner: object) -> list[int]:
+        """The one or two last of n tokens; all before them it has read."""
+        pending = self._followed(sequence, tokens, n, owner)
+        if pending is None:
+            pending = self._catch_up(sequence, tokens, n, 2).tolist()
+        self._last[sequence] = None, 0, []
+        return pending
+
+    def _note(self, sequence: int, tokens: NDArray[np.int32], n: int, n_pending: int, owner: object) -> None:
+        """Remembers what has been read in a guess behind n tokens."""
+        start = self._starts[sequence]
+        end = start + self.backend.length(sequence)
+        first = n - n_pending
+        self._read[sequence][first - start : end - start] = tokens[first:end]
+        self._last[sequence] = owner, n, tokens[n:end].tolist()
 
     def _followed(self, sequence: int, tokens: NDArray[np.int32], n: int, owner: object) -> list[int] | None:
         """What is left to read of the first n tokens after the owner's last guess; None: look at all of them."""

@@ -141,10 +141,14 @@ class Line:
         for i, value in enumerate((1.0, x, y, x * x, x * y)):
             self._sums[i] = self.MEMORY * self._sums[i] + value
 
+    def __call__(self, steps: int) -> float:
+        """Seconds of so many steps."""
+        n, x, y, _, _ = self._sums
+        return y / n + self.step * (steps - x / n)
+
     def learn(self, steps: int, seconds: float) -> None:
         """Takes in a guess; one that was held up counts as twice what was expected."""
-        n, x, y, xx, xy = self._sums
-        self._add(steps, min(seconds, 2 * max(y / n + self.step * (steps - x / n), y / n)))
+        self._add(steps, min(seconds, 2 * max(self(steps), self._sums[2] / self._sums[0])))
         n, x, y, xx, xy = self._sums
         spread = n * xx - x * x
         if spread > 0.1 * n * n:

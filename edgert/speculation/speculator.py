@@ -6,7 +6,7 @@ import itertools
 import operator
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,8 @@ SPEC_MAX = 15  # tokens guessed for one step, unless told otherwise
 MEMORY = 1 << 16  # tokens of ended requests that are remembered
 PATIENCE = 10  # steps without anything found, after which it is looked for ever more seldom
 SELDOM = 16  # steps from one search to the next, at most
+APART = 16  # of so many rounds one is measured in its parts, and goes a little further than pays
+CURIOUS = 0.7  # times the chance with which guessing goes on in other rounds
 LONG_ENOUGH = 5  # agreeing tokens in the present text with which no other text is asked
 # Classes of guesses: by how many tokens agreed before an n-gram's, by the draft model's own probability of its token.
 AGREED = (3, 4, 5, 7, 10, 16, 32)
@@ -42,11 +44,13 @@ class Guesses:
 
     kinds:    the class of each guess
     seconds:  what making them took
+    making:   the share of the time until they were there that was spent on making them, where they were checked too
     """
 
     source: str = ""
     kinds: list[int] = field(default_factory=list)
     seconds: float = 0.0
+    making: float = 1.0
 
 
 class Request:
@@ -106,8 +110,9 @@ class Speculator:
         self._draft_cost = Line(costs[1] / 15, costs[1] / 20)
         self._idle = 0  # steps in which nobody guesses
         self._paces: dict[int, tuple[float, float]] = {}  # requests at once -> tokens and seconds of late
-        self._began = 0.0
+        self._began = self.checking_began = 0.0  # the present step, and in it the target's part
         self._n_rounds = 0
+        self._curious = False
         self._known_stakes: dict[tuple[bool, int, int, frozenset[int]], tuple[int, Stakes]] = {}
 
     def pace(self, n: int) -> float:
@@ -134,19 +139,21 @@ class Speculator:
         """
         self._began = perf_counter()
         self._n_rounds += 1
+        together = len(tasks) == 1 and tasks[0].takes_chosen and self._n_rounds % APART > 0
+        self._curious = self._n_rounds % APART == 0 and not self.least
         pace, rows, counts = self.pace(len(tasks)), len(tasks), []
         for task in tasks:
             if task.guessing is None:
                 greedy = task.options.sampling.temperature == 0
                 task.guessing = Request(not greedy, self.costs[1])
             limit = min(self.most, room, task.most_guesses)
-            count = self._guess(task, task.guessing, rows, pace, limit) if limit > 0 else 0
+            count = self._guess(task, task.guessing, rows, pace, limit, together) if limit > 0 else 0
             counts.append(count)
             rows += count
             room -= count
         return counts
 
-    def _guess(self, task: Generation, request: Request, rows: int, pace: float, limit: int) -> int:
+    def _guess(self, task: Generation, request: Request, rows: int, pace: float, limit: int, together: bool) -> int:
         request.now = now = Guesses()
         began, slot = perf_counter(), task.slot
         draft, ngram = request.sources["draft"], request.sources["ngram"]
@@ -161,8 +168,10 @@ class Speculator:
                 slot.tokens[slot.n_tokens : slot.n_tokens + count] = guess
         if not count and draft_ready:
             now.source = "draft"
-            count = self._from_model(task, request, rows, pace, limit)
-        now.seconds = perf_counter() - began if now.source else 0.0
+            count = self._from_model(task, request, rows, pace, limit, together)
+        if now.source:
+            now.seconds = (perf_counter() - began) * now.making
+            self.checking_began = began + now.seconds
         return count
 
     def _from_memory(
@@ -188,14 +197,26 @@ class Speculator:
         count, net = self._best_length([odds[kind] for kind in kinds], rows, pace)
         return guess[:count], kinds[:count], net
 
-    def _from_model(self, task: Generation, request: Request, rows: int, pace: float, limit: int) -> int:
-        """Guesses of the draft model, until it is too unsure of them."""
+    def _from_model(
+        self, task: Generation, request: Request, rows: int, pace: float, limit: int, together: bool
+    ) -> int:
+        """Guesses of the draft model, until it is too unsure of them.
+
+        together:  whether they may be checked at once, where the draft can go on to the target's step; the task then
+                   finds the tokens that were chosen
+        """
         model, slot = self.model, task.slot
         assert model is not None
         odds, n = self.draft_odds[request.sampled], slot.n_tokens
         began = perf_counter()
         try:
             stakes = self._stakes(request.sampled, rows, pace, limit, task.end_ids)
+            if together and model.checks:
+                found = model.guess_and_check(slot.sequence, slot.tokens, n, task.sampler, stakes, request)
+                if found is not None:
+                    return self._checked(task, request, rows, *found)
+            if self._curious:
+                stakes = replace(stakes, floors=CURIOUS * stakes.floors)
             shares = model.guess(slot.sequence, slot.tokens, n, task.sampler, stakes, request).tolist()
         except EdgertError:  # the draft's memory is full, or its weights are damaged: the target goes on alone
             request.sources["draft"].give_up()
@@ -205,7 +226,22 @@ class Speculator:
         kinds = request.now.kinds
         kinds += [bisect_right(SURE, share) for share in shares]
         count, _ = self._best_length([odds[kind] for kind in kinds], rows, pace)
+        if self._curious and 0 < count < len(kinds):
+            count += 1  # or a size that was held up when it was measured would never be tried again
         del kinds[count:]
+        return count
+
+    def _checked(
+        self, task: Generation, request: Request, rows: int, shares: NDArray[np.float64], count: int, chosen: list[int]
+    ) -> int:
+        """Takes in guesses that the target has checked in the same walk; how the time divides is estimated."""
+        if not chosen:
+            return 0  # the usual way says what is wrong
+        task.chosen = chosen
+        now = request.now
+        now.kinds += [bisect_right(SURE, share) for share in shares[:count].tolist()]
+        making = self._draft_cost(len(shares))
+        now.making = making / (making + self.costs[rows + count])
         return count
 
     def _stakes(self, sampled: bool, rows: int, pace: float, most: int, end_ids: frozenset[int]) -> Stakes:
@@ -218,10 +254,11 @@ class Speculator:
             odds = self.draft_odds[sampled]
             floors = self._floors(odds.mean, rows, pace, most)
             ends = np.array(sorted(end_ids), np.int64)
-            known = self._known_stakes[key] = (
-                self._n_rounds,
-                Stakes(most, floors, self.p_min, BOUNDS, odds.values, ends),
-            )
+            costs, sizes = self.costs, range(rows, rows + most + 1)
+            extra = np.array([0.0 if self.least else pace * (costs[n] - costs[rows]) for n in sizes])
+            unknown = np.array([not costs.known(n) for n in sizes], np.int64)
+            stakes = Stakes(most, floors, self.p_min, BOUNDS, odds.values, ends, extra, unknown)
+            known = self._known_stakes[key] = self._n_rounds, stakes
         return known[1]
 
     def _floors(self, mean: float, rows: int, pace: float, most: int) -> NDArray[np.float64]:

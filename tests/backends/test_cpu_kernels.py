@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import subprocess
 import sys
@@ -209,6 +210,9 @@ def test_places_of_the_team_are_those_of_the_walk():
         "SYSCALL",
         "FUTEX",
         "ENDED",
+        "N_THREADS",
+        "NEXT",
+        "N_NEXT",
         "LEAVE",
         "PARKED",
         "LINE",
@@ -238,6 +242,30 @@ def test_a_team_gets_on_beside_other_programs():
         for hog in hogs:
             hog.kill()
             hog.wait()
+
+
+def test_a_team_walks_where_threads_cannot_sleep_in_the_kernel(monkeypatch: pytest.MonkeyPatch):
+    """Its workers then wait outside the kernels, and each tape wakes those that do."""
+    monkeypatch.setattr(team, "_futex", lambda: (0, 0))
+    best = isa.select()
+    address = compiler.addresses(["angles"], best)["angles"]
+    one, position, out = np.ones(1, np.int64), np.ones(1, np.int64), np.zeros(8, np.float32)
+    scales, magnitude = np.ones(1), np.ones(1, np.float32).view(np.int32)
+    where = [position.ctypes.data, one.ctypes.data, scales.ctypes.data, 1, out.ctypes.data, int(magnitude[0])]
+    arguments = np.array(where, np.int64)
+    tape = np.array([[address, arguments.ctypes.data, 1]], np.int64)
+    pair = team.Team(2, best)
+    try:
+        for _ in range(20):
+            deadline = time.monotonic() + 60
+            while not pair._state[team.PARKED + team.LINE] and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert pair._state[team.PARKED + team.LINE]
+            out[:] = 0
+            pair.run(tape)
+            assert out[:2].tolist() == pytest.approx([math.cos(1), math.sin(1)])
+    finally:
+        pair.close()
 
 
 @pytest.fixture

@@ -1,19 +1,24 @@
 """A draft model's guess between two of its steps: chosen, weighed, and laid out as the input of the next step.
 
-So a draft guesses several tokens in one walk of a tape, which ends where the guessing does.
+So a draft guesses several tokens in one walk of a tape, which ends where the guessing does, or goes on with the step
+of the target that checks the guesses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+import numba
 
 from edgert.backends.cpu.guessing import PLACE
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.kernels.logits import double_bits
 from edgert.backends.cpu.kernels.sample import chooser
-from edgert.backends.cpu.kernels.walk import ENDED, GENERATION
+from edgert.backends.cpu.kernels.walk import ENDED, GENERATION, N_NEXT, NEXT
 from edgert.backends.cpu.sampling import PLACE as SAMPLING
-from edgert.backends.cpu.simd import double_at, put_u32, put_word, word
+from edgert.backends.cpu.simd import double_at, int32_at, put_u32, put_word, word
+from edgert.backends.cpu.step import N_NARROW, N_TOKENS, N_WANTED, N_WANTED_TILED, N_WIDE
 
 
 def build(isa: Isa) -> Callable[[int, int, int], None]:
@@ -25,6 +30,61 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
     TOKENS, POSITIONS, HEADER, N_HEADER = (PLACE[x] for x in ("tokens", "positions", "header", "n_header"))
     WANTED, ONE, POSITION = (PLACE[x] for x in ("wanted", "one", "position"))
     IDS, SHARE, HISTORY, N_HISTORY = (SAMPLING[x] for x in ("ids", "share", "history", "n_history"))
+    LOGITS, N_ROWS = SAMPLING["logits"], SAMPLING["n_rows"]
+    TAPES, EXTRA, UNKNOWN, CHECKED = (PLACE[x] for x in ("tapes", "extra", "unknown", "checked"))
+    TARGET_CHAIN, TARGET_LOGITS, SEQUENCE = PLACE["target_chain"], PLACE["target_logits"], PLACE["sequence"]
+    TO_TOKENS, TO_POSITIONS, TO_SLOTS, TO_WANTED, TO_HEADER = (
+        PLACE[f"target_{x}"] for x in ("tokens", "positions", "slots", "wanted", "header")
+    )
+
+    def helper(function: Callable[..., Any]) -> Any:
+        function.__qualname__ = f"{isa.name}.{function.__qualname__}"  # a symbol of its own
+        return numba.njit(error_model="numpy", forceinline=True)(function)
+
+    @helper
+    def odds_of(a, share):
+        """How often guesses of such a probability are right."""
+        kind = 0
+        while kind < word(a, N_SURE) and share >= double_at(word(a, SURE), kind):
+            kind += 1
+        return double_at(word(a, ODDS), kind)
+
+    @helper
+    def best_length(a, count):
+        """How many of the guesses to check, as `Speculator` has it."""
+        found, best, likely, gain, run = 0, 0.0, 1.0, 0.0, 0
+        for i in range(1, count + 1):
+            likely *= odds_of(a, double_at(word(a, SHARES), i - 1))
+            gain += likely
+            net = gain - double_at(word(a, EXTRA), i)
+            if net > best:
+                found, best = i, net
+            if likely > 0.5:
+                run = i
+        if not found and run and word(word(a, UNKNOWN), run):
+            found = run
+        return found
+
+    @helper
+    def lay_out_check(a, n):
+        """The target's step that checks n guesses, and the choice of tokens after it."""
+        chain, draft_chain = word(a, TARGET_CHAIN), word(a, CHAIN)
+        history, known = word(draft_chain, HISTORY), word(draft_chain, N_HISTORY) - word(a, COUNT)
+        for i in range(n + 1):
+            put_word(word(a, TO_TOKENS) + 8 * i, int32_at(history, known - 1 + i))
+            put_word(word(a, TO_POSITIONS) + 8 * i, known - 1 + i)
+            put_word(word(a, TO_SLOTS) + 8 * i, word(a, SEQUENCE))
+            put_word(word(a, TO_WANTED) + 8 * i, i)
+        header = word(a, TO_HEADER)
+        put_word(header + 8 * N_TOKENS, n + 1)
+        put_word(header + 8 * N_WIDE, 0)
+        put_word(header + 8 * N_NARROW, n + 1)
+        put_word(header + 8 * N_WANTED, n + 1)
+        put_word(header + 8 * N_WANTED_TILED, 0)
+        put_word(chain + 8 * LOGITS, word(a, TARGET_LOGITS))
+        put_word(chain + 8 * N_HISTORY, known)
+        put_word(chain + 8 * N_ROWS, n + 1)
+        put_word(a + 8 * CHECKED, n)
 
     def guess(thread, n_threads, a):
         if thread != 0:
@@ -40,10 +100,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
             put_u32(word(chain, HISTORY) + 4 * n_history, token)
             put_word(chain + 8 * N_HISTORY, n_history + 1)
             put_word(word(a, SHARES) + 8 * count, double_bits(share))
-            kind = 0
-            while kind < word(a, N_SURE) and share >= double_at(word(a, SURE), kind):
-                kind += 1
-            likely = double_at(a, LIKELY) * double_at(word(a, ODDS), kind)
+            likely = double_at(a, LIKELY) * odds_of(a, share)
             put_word(a + 8 * LIKELY, double_bits(likely))
             count += 1
             put_word(a + 8 * COUNT, count)
@@ -59,6 +116,14 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
                 for i in range(word(a, N_HEADER)):
                     put_word(word(a, HEADER) + 8 * i, word(word(a, ONE), i))
         if not going_on:
-            put_word(word(a, TEAM) + 8 * ENDED, word(word(a, TEAM), GENERATION))
+            team, tapes = word(a, TEAM), word(a, TAPES)
+            put_word(team + 8 * NEXT, 0)
+            put_word(team + 8 * N_NEXT, 0)
+            if tapes:
+                n = best_length(a, word(a, COUNT))
+                lay_out_check(a, n)
+                put_word(team + 8 * NEXT, word(tapes, 2 * n))
+                put_word(team + 8 * N_NEXT, word(tapes, 2 * n + 1))
+            put_word(team + 8 * ENDED, word(team, GENERATION))
 
     return guess

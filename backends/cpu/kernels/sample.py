@@ -35,11 +35,21 @@ from edgert.backends.cpu.simd import double_at, int32_at, put_real, put_u32, wor
 def build(isa: Isa) -> Callable[[int, int, int], None]:
     """The kernel; one thread does all."""
     call = chooser(isa, "sample")
-    TOKEN = PLACE["token"]
+    LOGITS, HISTORY, N_HISTORY = PLACE["logits"], PLACE["history"], PLACE["n_history"]
+    N_ROWS, STRIDE, CHOSEN, TOKENS = PLACE["n_rows"], PLACE["stride"], PLACE["chosen"], PLACE["tokens"]
 
     def sample(thread, n_threads, a):
-        if thread == 0:
-            put(a, TOKEN, call(a))
+        if thread != 0:
+            return
+        for row in range(word(a, N_ROWS)):
+            token = call(a)
+            put(word(a, TOKENS), row, token)
+            put(a, CHOSEN, row + 1)
+            n_history = word(a, N_HISTORY)
+            if row + 1 == word(a, N_ROWS) or token != int32_at(word(a, HISTORY), n_history):
+                return
+            put(a, N_HISTORY, n_history + 1)
+            put(a, LOGITS, word(a, LOGITS) + word(a, STRIDE))
 
     sample.__qualname__ = f"{isa.name}.{sample.__qualname__}"
     return sample

@@ -1,7 +1,7 @@
 """Walking a tape: what each thread of the team runs.
 
 A tape is int64 (n_ops, 3): kernel address, argument address, and whether all threads meet after it (1), or meet and
-leave if the kernel has ended the tape (2). The team's shared
+leave if the kernel has ended the tape (2), for another one if it named one. The team's shared
 state is an int64 array; words that threads poll stand on cache lines of their own (places below).
 """
 
@@ -26,6 +26,8 @@ N_OPS, BASE, STOP, YIELD, SYSCALL, FUTEX = 33, 34, 35, 36, 37, 38
 ENDED = 39  # the last tape that a kernel has ended before its end, by its generation, lest a late thread miss it
 LEAVE = 2
 SLEEPERS = 40  # threads that sleep in the kernel until a word above grows
+N_THREADS = 41
+NEXT, N_NEXT = 42, 43  # the tape that follows one which a kernel has ended, and its ops; 0: none does
 PARKED = 48  # one cache line a thread: 1 while it sleeps outside; then the tapes that it has seen
 LINE = 8
 
@@ -131,22 +133,38 @@ def _wake(state, place):
         _call_futex(word(state, SYSCALL), word(state, FUTEX), state + 8 * place, WAKE, EVERYBODY)
 
 
-def build(isa: Isa, role: str) -> Callable[[int, int, int], None]:
-    """Roles: "post" announces the tape that the state holds, "lead" walks it, "worker" waits for tapes until it parks.
+@numba.njit(error_model="numpy", forceinline=True)
+def _post(tape, n_ops, state):
+    """Announces a tape to the workers, who have all left the one before."""
+    put_word(state + 8 * TAPE, tape)
+    put_word(state + 8 * N_OPS, n_ops)
+    put_word(state + 8 * BASE, _load(state + 8 * ARRIVALS))
+    _add(state + 8 * GENERATION, 1)
+    _wake(state, GENERATION)
 
-    The third argument is the address of the state.
+
+def build(isa: Isa, role: str) -> Callable[[int, int, int], None]:
+    """Roles: "lead" walks a tape, "worker" waits for tapes until it parks, "post" announces a tape.
+
+    The third argument is the address of the state. The first two are a worker's number and that of all threads; for
+    the others the tape and how many ops it has. Where workers sleep in the kernel, who leads announces the tape as
+    well: between two tapes caches are cold, and a call from Python more would be felt.
     """
     leads = role == "lead"
     pause = _pause(isa)
 
-    def post(_thread, _n_threads, state):
-        _add(state + 8 * GENERATION, 1)
-        _wake(state, GENERATION)
+    def post(tape, n_ops, state):
+        _post(tape, n_ops, state)
 
     if role == "post":
         return post
 
-    def walk(thread, n_threads, state):
+    def walk(first, second, state):
+        thread, n_threads = first, second
+        if leads:
+            thread, n_threads = 0, word(state, N_THREADS)
+            if word(state, SYSCALL):
+                _post(first, second, state)
         while True:
             mine = state + 8 * (PARKED + LINE * thread)
             if not leads:
@@ -170,8 +188,10 @@ def build(isa: Isa, role: str) -> Callable[[int, int, int], None]:
                     return
             tape, n_ops, target = word(state, TAPE), word(state, N_OPS), word(state, BASE)
             generation = word(state, GENERATION) if leads else word(mine, 1)
-            for i in range(n_ops):
+            i = 0
+            while i < n_ops:
                 op = tape + 24 * i
+                i += 1
                 _call(word(op, 0), thread, n_threads, word(op, 1))
                 if word(op, 2):
                     target += n_threads
@@ -187,7 +207,7 @@ def build(isa: Isa, role: str) -> Callable[[int, int, int], None]:
                         else:
                             _sleep(state, ARRIVALS, target)
                     if word(op, 2) == LEAVE and _load(state + 8 * ENDED) >= generation:
-                        break
+                        tape, n_ops, i = word(state, NEXT), word(state, N_NEXT), 0
             if leads:
                 return
 
