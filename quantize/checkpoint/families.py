@@ -5,70 +5,15 @@ Source: the models' config classes in transformers (names, and defaults of absen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from edgert.errors import UnsupportedFormatError
+from edgert.quantize.checkpoint import derived
 from edgert.quantize.checkpoint.config import Config
-from edgert.quantize.checkpoint.family import Family
+from edgert.quantize.checkpoint.encoders import ENCODERS
+from edgert.quantize.checkpoint.family import Family, with_biases
 
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
-
-
-def _with_biases(names: Mapping[str, str]) -> dict[str, str]:
-    """Names without their endings -> those of weights and of biases."""
-    return {f"{old}.{end}": f"{new}.{end}" for old, new in names.items() for end in ("weight", "bias")}
-
-
-def _of_gptneox(config: Config) -> dict[str, Any]:
-    return {"num_key_value_heads": config.integer("num_attention_heads")}
-
-
-def _of_gpt2(config: Config) -> dict[str, Any]:
-    return _of_gptneox(config) | {"intermediate_size": config.get("n_inner", 4 * config.integer("hidden_size"))}
-
-
-def _of_starcoder(config: Config) -> dict[str, Any]:
-    return _of_gpt2(config) | {"num_key_value_heads": 1}
-
-
-def _of_falcon(config: Config) -> dict[str, Any]:
-    n_head = config.get("num_attention_heads", config.get("n_head"))
-    few = config.get("num_kv_heads", n_head) if config.get("new_decoder_architecture") else 1
-    return {
-        "num_key_value_heads": few if config.get("new_decoder_architecture") or config.get("multi_query") else n_head,
-        "intermediate_size": config.get("ffn_hidden_size", 4 * config.integer("hidden_size")),
-    }
-
-
-def _of_smollm3(config: Config) -> dict[str, Any]:
-    rotated = config.get("no_rope_layers")
-    if rotated is not None and rotated != [(i + 1) % 4 != 0 for i in range(len(rotated))]:
-        raise UnsupportedFormatError(f"{config.path}: no_rope_layers are others than GGUF's smollm3 leaves unrotated.")
-    return {}
-
-
-def _of_mistral3(config: Config) -> dict[str, Any]:
-    fields = config.get("rope_parameters", {})
-    scale = fields.get("llama_4_scaling_beta") if isinstance(fields, dict) else None
-    return {} if scale is None else {"llama_4_scaling_beta": scale}
-
-
-def _of_nomic_bert(config: Config) -> dict[str, Any]:
-    """Beyond the positions that it was trained on, its rotation would have to be stretched."""
-    trained = config.get("max_trained_positions")
-    return {} if trained is None else {"n_positions": min(config.integer("n_positions", trained), trained)}
-
-
-def _of_lfm2(config: Config) -> dict[str, Any]:
-    """Its width follows from the one that config.json states."""
-    width = config.integer("block_ff_dim", config.get("intermediate_size"))
-    if config.get("block_auto_adjust_ff_dim", True):
-        width = int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
-        multiple = config.integer("block_multiple_of", 256)
-        width = -(-width // multiple) * multiple
-    return {"intermediate_size": width}
 
 
 _GEMMA_NORMS = {
@@ -76,23 +21,23 @@ _GEMMA_NORMS = {
     "pre_feedforward_layernorm.weight": "ffn_norm.weight",
     "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
 }
-_LAYER_NORMS = _with_biases({"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"})
+_LAYER_NORMS = with_biases({"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"})
 _FUSED_GATE = {"mlp.gate_up_proj.weight": "ffn_up.weight"}
 _OUTPUT_BIASES = {"self_attn.o_proj.bias": "attn_output.bias"}
-_GELU_MLP = _with_biases({"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"})
+_GELU_MLP = with_biases({"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"})
 _GPT2 = Family(
     "gpt2",
     ("GPT2LMHeadModel",),
     layer_names={
         **_GELU_MLP,
-        **_with_biases(
+        **with_biases(
             {"ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output"}
         ),
     },
     outer_names={
         "wte.weight": "token_embd.weight",
         "wpe.weight": "position_embd.weight",
-        **_with_biases({"ln_f": "output_norm"}),
+        **with_biases({"ln_f": "output_norm"}),
     },
     transposed=True,
     tied_head=True,
@@ -107,7 +52,7 @@ _GPT2 = Family(
     eps="layer_norm_epsilon",
     demanded={"scale_attn_by_inverse_layer_idx": False},
     defaults={"activation_function": "gelu_new"},
-    derived=_of_gpt2,
+    derived=derived.of_gpt2,
 )
 _COHERE = Family(
     "command-r",
@@ -127,7 +72,7 @@ _LLAMA = Family(
 )
 _ALL_BIASES = {
     **_OUTPUT_BIASES,
-    **_with_biases({f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}),
+    **with_biases({f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}),
 }
 _GRANITE = Family(
     "granite",
@@ -170,77 +115,7 @@ _LFM2 = Family(
     counts={"shortconv.l_cache": "conv_L_cache"},
     demanded={"conv_bias": False},
     defaults={"tie_word_embeddings": True, "norm_eps": 1e-5, "conv_L_cache": 3},
-    derived=_of_lfm2,
-)
-_BERT = Family(
-    "bert",
-    ("BertModel", "BertForMaskedLM", "BertForPreTraining"),
-    layer_names=_with_biases(
-        {
-            **{f"attention.self.{part}": f"attn_{part[0]}" for part in ("query", "key", "value")},
-            "attention.output.dense": "attn_output",
-            "attention.output.LayerNorm": "attn_output_norm",
-            "intermediate.dense": "ffn_up",
-            "output.dense": "ffn_down",
-            "output.LayerNorm": "layer_output_norm",
-        }
-    ),
-    outer_names={
-        "embeddings.word_embeddings.weight": "token_embd.weight",
-        "embeddings.position_embeddings.weight": "position_embd.weight",
-        "embeddings.token_type_embeddings.weight": "token_types.weight",
-        **_with_biases({"embeddings.LayerNorm": "token_embd_norm"}),
-    },
-    tied_head=True,
-    activations=("gelu",),
-    eps="layer_norm_eps",
-    demanded={"position_embedding_type": "absolute", "is_decoder": False},
-    encoder=True,
-    defaults={"layer_norm_eps": 1e-12, "hidden_act": "gelu"},
-)
-_NOMIC_BERT = Family(
-    "nomic-bert",
-    ("NomicBertModel", "NomicBertForMaskedLM"),
-    layer_names={
-        "attn.Wqkv.weight": "attn_qkv.weight",
-        "attn.out_proj.weight": "attn_output.weight",
-        **{f"mlp.fc{i}.weight": f"ffn_{part}.weight" for i, part in ((11, "up"), (12, "gate"), (2, "down"))},
-        **_with_biases({"norm1": "attn_output_norm", "norm2": "layer_output_norm"}),
-        # as transformers calls them
-        **_with_biases(
-            {"post_attention_layernorm": "attn_output_norm", "post_mlp_layernorm": "layer_output_norm"},
-        ),
-    },
-    outer_names={
-        **{name: _BERT.outer_names[name] for name in _BERT.outer_names if "position" not in name},
-        **_with_biases({"emb_ln": "token_embd_norm"}),
-    },
-    tied_head=True,
-    activations=("silu", "swiglu"),
-    settings={
-        "hidden_size": "n_embd",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-        "intermediate_size": "n_inner",
-        "max_position_embeddings": "n_positions",
-        "hidden_act": "activation_function",
-        "layer_norm_eps": "layer_norm_epsilon",
-        "rope_theta": "rotary_emb_base",
-        "partial_rotary_factor": "rotary_emb_fraction",
-    },
-    eps="layer_norm_eps",
-    demanded={
-        "causal": False,
-        "prenorm": False,
-        "parallel_block": False,
-        "use_rms_norm": False,
-        "rotary_emb_interleaved": False,
-        "rotary_emb_scale_base": None,
-        "moe_every_n_layers": 0,
-    },
-    encoder=True,
-    defaults={"layer_norm_eps": 1e-12, "rope_theta": 1000.0},
-    derived=_of_nomic_bert,
+    derived=derived.of_lfm2,
 )
 
 FAMILIES = (
@@ -256,9 +131,7 @@ FAMILIES = (
         },
         settings=_N_EXPERT,
     ),
-    _BERT,
-    replace(_BERT, classes=("XLMRobertaModel",), first_position=2),
-    _NOMIC_BERT,
+    *ENCODERS,
     Family(
         "qwen2moe",
         ("Qwen2MoeForCausalLM",),
@@ -297,7 +170,7 @@ FAMILIES = (
             "self_attn.sinks": "attn_sinks.weight",
             **_OUTPUT_BIASES,
             "post_attention_layernorm.weight": "post_attention_norm.weight",
-            **_with_biases({"mlp.router": "ffn_gate_inp"}),
+            **with_biases({"mlp.router": "ffn_gate_inp"}),
             "mlp.experts.gate_up_proj": "ffn_gate_up_exps.weight",
             "mlp.experts.gate_up_proj_bias": "ffn_gate_up_exps.bias",
             "mlp.experts.down_proj": "ffn_down_exps.weight",
@@ -371,7 +244,7 @@ FAMILIES = (
     Family(
         "phi2",
         ("PhiForCausalLM",),
-        layer_names=_with_biases(
+        layer_names=with_biases(
             {
                 "input_layernorm": "attn_norm",
                 "self_attn.dense": "attn_output",
@@ -379,7 +252,7 @@ FAMILIES = (
                 "mlp.fc2": "ffn_down",
             }
         ),
-        outer_names={**_with_biases({"final_layernorm": "output_norm"}), "lm_head.bias": "output.bias"},
+        outer_names={**with_biases({"final_layernorm": "output_norm"}), "lm_head.bias": "output.bias"},
         activations=TANH_GELU,
         eps="layer_norm_eps",
         demanded={"qk_layernorm": False},
@@ -393,7 +266,7 @@ FAMILIES = (
         partial=1.0,
         scalings=("longrope", "su"),
     ),
-    Family("smollm3", ("SmolLM3ForCausalLM",), rotated=True, derived=_of_smollm3),
+    Family("smollm3", ("SmolLM3ForCausalLM",), rotated=True, derived=derived.of_smollm3),
     Family(
         "olmo2",
         ("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
@@ -422,7 +295,7 @@ FAMILIES = (
         rotated=True,
         numbers={"attention.temperature_scale": "llama_4_scaling_beta"},
         llama_keys=True,
-        derived=_of_mistral3,
+        derived=derived.of_mistral3,
     ),
     _LFM2,
     replace(
@@ -470,14 +343,14 @@ FAMILIES = (
         classes=("GPTBigCodeForCausalLM",),
         transposed=False,
         demanded={"multi_query": True},
-        derived=_of_starcoder,
+        derived=derived.of_starcoder,
     ),
     Family(
         "gptneox",
         ("GPTNeoXForCausalLM",),
         layer_names={
             **_LAYER_NORMS,
-            **_with_biases(
+            **with_biases(
                 {
                     "attention.query_key_value": "attn_qkv",
                     "attention.dense": "attn_output",
@@ -488,7 +361,7 @@ FAMILIES = (
         },
         outer_names={
             "embed_in.weight": "token_embd.weight",
-            **_with_biases({"final_layer_norm": "output_norm"}),
+            **with_biases({"final_layer_norm": "output_norm"}),
             "embed_out.weight": "output.weight",
         },
         fused=True,
@@ -498,26 +371,26 @@ FAMILIES = (
         numbers={"use_parallel_residual": "use_parallel_residual"},
         partial=0.25,
         defaults={"use_parallel_residual": True, "hidden_act": "gelu"},
-        derived=_of_gptneox,
+        derived=derived.of_gptneox,
     ),
     Family(
         "falcon",
         ("FalconForCausalLM", "RWForCausalLM"),
         layer_names={
-            **_with_biases({"input_layernorm": "attn_norm", "ln_mlp": "attn_norm", "ln_attn": "attn_norm_2"}),
+            **with_biases({"input_layernorm": "attn_norm", "ln_mlp": "attn_norm", "ln_attn": "attn_norm_2"}),
             "self_attention.query_key_value.weight": "attn_qkv.weight",
             "self_attention.dense.weight": "attn_output.weight",
             "mlp.dense_h_to_4h.weight": "ffn_up.weight",
             "mlp.dense_4h_to_h.weight": "ffn_down.weight",
         },
-        outer_names={"word_embeddings.weight": "token_embd.weight", **_with_biases({"ln_f": "output_norm"})},
+        outer_names={"word_embeddings.weight": "token_embd.weight", **with_biases({"ln_f": "output_norm"})},
         fused=True,
         tied_head=True,
         activations=("gelu",),
         eps="layer_norm_epsilon",
         demanded={"alibi": False, "parallel_attn": True},
         defaults={"hidden_act": "gelu", "max_position_embeddings": 2048},
-        derived=_of_falcon,
+        derived=derived.of_falcon,
     ),
     Family(
         "nemotron",

@@ -102,3 +102,8 @@ class Family:
             return {**OUTER_NAMES, **self.outer_names}.get(name)
         found = {**LAYER_NAMES, **self.layer_names}.get(EXPERT.sub("experts.*.", name))
         return found and f"blk.{layer}.{found}"
+
+
+def with_biases(names: Mapping[str, str]) -> dict[str, str]:
+    """Names without their endings -> those of weights and of biases."""
+    return {f"{old}.{end}": f"{new}.{end}" for old, new in names.items() for end in ("weight", "bias")}

@@ -1,0 +1,61 @@
+"""Settings of a family that follow from others in its config.json.
+
+Source: the models' config classes in transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgert.errors import UnsupportedFormatError
+from edgert.quantize.checkpoint.config import Config
+
+
+def of_gptneox(config: Config) -> dict[str, Any]:
+    return {"num_key_value_heads": config.integer("num_attention_heads")}
+
+
+def of_gpt2(config: Config) -> dict[str, Any]:
+    return of_gptneox(config) | {"intermediate_size": config.get("n_inner", 4 * config.integer("hidden_size"))}
+
+
+def of_starcoder(config: Config) -> dict[str, Any]:
+    return of_gpt2(config) | {"num_key_value_heads": 1}
+
+
+def of_falcon(config: Config) -> dict[str, Any]:
+    n_head = config.get("num_attention_heads", config.get("n_head"))
+    few = config.get("num_kv_heads", n_head) if config.get("new_decoder_architecture") else 1
+    return {
+        "num_key_value_heads": few if config.get("new_decoder_architecture") or config.get("multi_query") else n_head,
+        "intermediate_size": config.get("ffn_hidden_size", 4 * config.integer("hidden_size")),
+    }
+
+
+def of_smollm3(config: Config) -> dict[str, Any]:
+    rotated = config.get("no_rope_layers")
+    if rotated is not None and rotated != [(i + 1) % 4 != 0 for i in range(len(rotated))]:
+        raise UnsupportedFormatError(f"{config.path}: no_rope_layers are others than GGUF's smollm3 leaves unrotated.")
+    return {}
+
+
+def of_mistral3(config: Config) -> dict[str, Any]:
+    fields = config.get("rope_parameters", {})
+    scale = fields.get("llama_4_scaling_beta") if isinstance(fields, dict) else None
+    return {} if scale is None else {"llama_4_scaling_beta": scale}
+
+
+def of_nomic_bert(config: Config) -> dict[str, Any]:
+    """Beyond the positions that it was trained on, its rotation would have to be stretched."""
+    trained = config.get("max_trained_positions")
+    return {} if trained is None else {"n_positions": min(config.integer("n_positions", trained), trained)}
+
+
+def of_lfm2(config: Config) -> dict[str, Any]:
+    """Its width follows from the one that config.json states."""
+    width = config.integer("block_ff_dim", config.get("intermediate_size"))
+    if config.get("block_auto_adjust_ff_dim", True):
+        width = int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+        multiple = config.integer("block_multiple_of", 256)
+        width = -(-width // multiple) * multiple
+    return {"intermediate_size": width}
