@@ -65,6 +65,49 @@ def symmetric(x, w, at, n, n_max, codes):
 
 
 @inline
+def _square(x, _w, place):
+    v = load(x, place)
+    return v * v
+
+
+@inline
+def _given(_x, w, place):
+    return load(w, place)
+
+
+@inline
+def _swept(x, w, weight_at, at, n, low, high, mask, least, active, sum_xl, sum_l2, codes):
+    """Moves each code to the best one given all others, in up to five rounds, as long as the error falls.
+
+    weight_at:  weight_at(x, w, place) is the weight of an element
+    low, high:  of the codes; mask: the bits of them that are stored
+    least:      what the other codes' sum_l2 must exceed
+    active:     the lanes that take part
+    Returns the weighted sums of x * code and code * code, sum_xl and sum_l2, as they are in the end.
+    """
+    for _ in range(5):
+        changed = active & ~active
+        for i in range(n):
+            v, weight = load(x, at + 16 * i), weight_at(x, w, at + 16 * i)
+            old = load(codes, at + 16 * i)
+            xl = sum_xl - weight * v * to_float(old)
+            l2 = sum_l2 - weight * to_float(old) * to_float(old)
+            new = clip(nearest(v * l2 / xl), low, high)
+            moved = active & (xl > vf(0.0)) & (l2 > vf(least)) & (new != old)
+            xl = xl + weight * v * to_float(new)
+            l2 = l2 + weight * to_float(new) * to_float(new)
+            moved = moved & (l2 > vf(0.0)) & (xl * xl * sum_l2 > sum_xl * sum_xl * l2)
+            store(codes, at + 16 * i, select(moved, new & vi(mask), old))
+            sum_xl = select(moved, xl, sum_xl)
+            sum_l2 = select(moved, l2, sum_l2)
+            changed = changed | moved
+        active = active & changed
+        if not some(active):
+            break
+    return sum_xl, sum_l2
+
+
+@inline
 def settled(x, at, n, n_max, codes):
     """x = scale * code as `symmetric`, weights x * x, improved code by code in up to five rounds."""
     value, magnitude = extreme(x, at, n)
@@ -77,27 +120,7 @@ def settled(x, at, n, n_max, codes):
         store(codes, at + 16 * i, code)
         sum_xl += v * v * v * to_float(code)
         sum_l2 += v * v * to_float(code) * to_float(code)
-    active = ~zero
-    for _ in range(5):
-        changed = zero & ~zero
-        for i in range(n):
-            v = load(x, at + 16 * i)
-            weight = v * v
-            old = load(codes, at + 16 * i)
-            xl = sum_xl - weight * v * to_float(old)
-            l2 = sum_l2 - weight * to_float(old) * to_float(old)
-            new = clip(nearest(v * l2 / xl), -n_max, n_max - 1)
-            moved = active & (xl > vf(0.0)) & (new != old)
-            xl = xl + weight * v * to_float(new)
-            l2 = l2 + weight * to_float(new) * to_float(new)
-            moved = moved & (l2 > vf(0.0)) & (xl * xl * sum_l2 > sum_xl * sum_xl * l2)
-            store(codes, at + 16 * i, select(moved, new, old))
-            sum_xl = select(moved, xl, sum_xl)
-            sum_l2 = select(moved, l2, sum_l2)
-            changed = changed | moved
-        active = active & changed
-        if not some(active):
-            break
+    sum_xl, sum_l2 = _swept(x, x, _square, at, n, -n_max, n_max - 1, -1, -np.inf, ~zero, sum_xl, sum_l2, codes)
     for i in range(n):
         store(codes, at + 16 * i, select(zero, vi(-n_max), load(codes, at + 16 * i)))
     return select(zero | (sum_l2 <= vf(0.0)), vf(0.0), sum_xl / sum_l2)
@@ -204,27 +227,7 @@ def positive(x, w, n, n_max, codes):
         store(codes, 16 * i, code & vi(255))
         sum_xl += weight * v * to_float(code)
         sum_l2 += weight * to_float(code) * to_float(code)
-    active = ~zero
-    for _ in range(5):
-        changed = zero & ~zero
-        for i in range(n):
-            v, weight = load(x, 16 * i), load(w, 16 * i)
-            old = load(codes, 16 * i)
-            xl = sum_xl - weight * v * to_float(old)
-            l2 = sum_l2 - weight * to_float(old) * to_float(old)
-            new = nearest(v * l2 / xl)
-            new = select(new > vi(n_max), vi(n_max), new)
-            moved = active & (xl > vf(0.0)) & (l2 > vf(0.0)) & (new != old)
-            xl = xl + weight * v * to_float(new)
-            l2 = l2 + weight * to_float(new) * to_float(new)
-            moved = moved & (xl * xl * sum_l2 > sum_xl * sum_xl * l2)
-            store(codes, 16 * i, select(moved, new & vi(255), old))
-            sum_xl = select(moved, xl, sum_xl)
-            sum_l2 = select(moved, l2, sum_l2)
-            changed = changed | moved
-        active = active & changed
-        if not some(active):
-            break
+    sum_xl, sum_l2 = _swept(x, w, _given, 0, n, -(1 << 22), n_max, 255, 0.0, ~zero, sum_xl, sum_l2, codes)
     for i in range(n):
         store(codes, 16 * i, select(zero, vi(0), load(codes, 16 * i)))
     return select(zero | (sum_l2 <= vf(0.0)), vf(0.0), sum_xl / sum_l2)

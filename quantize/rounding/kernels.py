@@ -43,7 +43,7 @@ def method_of(name: str, method: str) -> Any:
     w: the weights of the error, which search makes small; w_ggml: what ggml weighs with (Q8_0: nothing)
     """
     if method == "search":
-        return search.searcher(GRIDS[name])
+        return search.searcher(name)
     fit = getattr(ggml, f"{method}_{name.lower()}", None) or getattr(ggml, f"plain_{name.lower()}")
 
     @inline
