@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.quantize.jit import inline, jit
+from edgert.quantize.jit.compiled import inline, jit
 from edgert.quantize.jit.lanes import load, select, store, to_float, to_int, vf
 from edgert.quantize.rounding import packing
 from edgert.quantize.rounding.grids import GRIDS, Grid

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import UnsupportedFormatError
+from edgert.quantize import widening
 from edgert.quantize.architecture import Architecture, describe
 from edgert.quantize.formats import check_finite
 from edgert.quantize.gguf_file import GGUFFile, Metadata, Model, Tensor
@@ -118,7 +119,7 @@ class _GGUFTensor(SourceTensor):
         return data
 
     def _read(self, start: int, stop: int) -> NDArray[np.float32]:
-        return self.format.dequantize(self._bytes(start, stop))
+        return widening.dequantize(self.format, self._bytes(start, stop))
 
     def _bytes(self, start: int, stop: int) -> NDArray[np.uint8]:
         data = np.empty((stop - start, self._tensor.row_bytes), np.uint8)

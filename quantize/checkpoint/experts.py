@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import ModelFileError
+from edgert.quantize import widening
 from edgert.quantize.checkpoint.safetensors import Entry
 from edgert.quantize.formats import FORMATS
 from edgert.quantize.source_tensor import SourceTensor
@@ -43,7 +44,7 @@ class Stack(SourceTensor):
             n = min(per - first, stop - row)
             self._entries[expert].read_into(data[row - start : row - start + n], first * row_bytes)
             row += n
-        return self.format.dequantize(data)
+        return widening.dequantize(self.format, data)
 
 
 class Part(SourceTensor):
@@ -89,7 +90,7 @@ class Part(SourceTensor):
         row_bytes = self.format.row_bytes(n_cols)
         data = np.empty((stop - start, row_bytes), np.uint8)
         self._entry.read_into(data, start * row_bytes)
-        return self.format.dequantize(data)
+        return widening.dequantize(self.format, data)
 
 
 class Blocks(SourceTensor):

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import ModelFileError, UnsupportedFormatError
+from edgert.quantize import widening
 from edgert.quantize.architecture import expected
 from edgert.quantize.checkpoint.config import Config
 from edgert.quantize.checkpoint.experts import Stack, blocks_of, parts_of
@@ -91,7 +92,7 @@ class CheckpointTensor(SourceTensor):
         row_bytes = self.format.row_bytes(n_cols)
         data = np.empty((stop - start, row_bytes), np.uint8)
         self.entry.read_into(data, start * row_bytes)
-        return self.format.dequantize(data)
+        return widening.dequantize(self.format, data)
 
     def _ordered(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Reads what lies around the rows, or if these are far apart each run of neighbours."""

@@ -12,7 +12,7 @@ import operator
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.core.datamodel.models import PrimitiveModel
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, register_model
@@ -147,7 +147,39 @@ def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any
     return builder.bitcast(builder.gep(data, [index]), kind.as_pointer())
 
 
-_ELEMENT = {types.float32: F, types.int32: I, types.int8: I, types.uint8: I}
+_ELEMENT = {types.float32: F, types.int32: I, types.int8: I, types.uint8: I, types.uint16: I}
+
+
+def _array(context: Any, builder: Any, kind: Any, data: Any, count: Any) -> Any:
+    """An array of memory that nobody counts references to."""
+    array = context.make_array(kind)(context, builder)
+    size = ir.Constant(ir.IntType(64), context.get_abi_sizeof(context.get_data_type(kind.dtype)))
+    context.populate_array(array, data=data, shape=[count], strides=[size], itemsize=size, meminfo=None)
+    return array._getvalue()
+
+
+def local(count: int, dtype: Any) -> Any:
+    """The function local() of kernels: an array of so many numbers on the stack."""
+    kind = types.Array(dtype, 1, "C")
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        number = ir.Constant(ir.IntType(64), count)
+        data = cgutils.alloca_once(builder, context.get_data_type(dtype), size=number)
+        return _array(context, builder, kind, data, number)
+
+    return intrinsic(lambda typing: (kind(), emit))
+
+
+def array_at(dtype: Any) -> Any:
+    """The function array_at(address, count) of kernels: an array that stands at an address."""
+    kind = types.Array(dtype, 1, "C")
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        address, count = (context.cast(builder, args[i], sig.args[i], types.int64) for i in range(2))
+        data = builder.inttoptr(address, context.get_data_type(dtype).as_pointer())
+        return _array(context, builder, kind, data, count)
+
+    return intrinsic(lambda typing, address, count: (kind(address, count), emit))
 
 
 @intrinsic

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from edgert.errors import ModelFileError
 from edgert.quantize.formats import FLOATS, FORMATS, Format
+from edgert.quantize.jit import objects
 from edgert.quantize.rounding.grids import GRIDS, Grid, grid_of
 
 __all__ = ["GRIDS", "Grid", "grid_of", "quantize"]
@@ -90,17 +92,21 @@ def _blocks(
     n_threads: int,
 ) -> list[int]:
     """Fills uint8 (rows, row_bytes); returns the rows that may not be finite."""
-    from edgert.quantize.rounding import kernels
-
     rows, n_cols = values.shape
     size, row_blocks = target.block_size, n_cols // target.block_size
     n_units, rest = divmod(rows * row_blocks, 16)
     sigma2 = np.zeros(rows + 16, np.float32)  # the last unit may end after the last row
     if importance is None:
         importance, method = np.zeros(1, np.float32), "plain"
-    elif GRIDS[target.name].spread == ("row", 1):
-        kernels.mean_squares(values, sigma2)
-    kernel = kernels.quantizer(target.name, _KERNELS[method])
+    kernel: Callable[..., int]
+    if method == "plain":
+        kernel = objects.load("edgert.quantize.rounding.kernels", f"plain.{target.name}")
+    else:
+        from edgert.quantize.rounding import kernels
+
+        kernel = kernels.quantizer(target.name, _KERNELS[method])
+        if GRIDS[target.name].spread == ("row", 1):
+            kernels.mean_squares(values, sigma2)
     numbers, blocks = values.reshape(-1), out.reshape(-1)
     step = max(1, _ELEMENTS // (16 * size))
 

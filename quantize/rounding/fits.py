@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgert.quantize.jit import inline
+from edgert.quantize.jit.compiled import inline
 from edgert.quantize.jit.lanes import absolute, load, select, some, store, to_float, vf, vi
 from edgert.quantize.rounding.numbers import clip, level, nearest
 

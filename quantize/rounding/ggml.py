@@ -12,7 +12,7 @@ Source: ggml's ggml-quants.c, quantize_row_*_ref and quantize_row_*_impl.
 
 from __future__ import annotations
 
-from edgert.quantize.jit import inline
+from edgert.quantize.jit.compiled import inline
 from edgert.quantize.jit.lanes import absolute, load, root, select, store, to_float, to_int, trunc, vf, vi
 from edgert.quantize.rounding.fits import TINY, asymmetric, extreme, levelled, positive, settled, symmetric
 from edgert.quantize.rounding.numbers import clip, level, nearest, rounded

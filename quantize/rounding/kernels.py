@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from edgert.quantize.jit import inline, jit
-from edgert.quantize.jit.lanes import load, root, some, store, turn, vf
+from edgert.quantize.jit.compiled import inline, jit
+from edgert.quantize.jit.lanes import array_at, load, local, root, some, store, turn, types, vf
 from edgert.quantize.rounding import ggml, packing, search
 from edgert.quantize.rounding.grids import GRIDS
 
@@ -62,9 +62,8 @@ def _finite(x, size, d, m):
     return not some(total != vf(0.0))
 
 
-@functools.cache
-def quantizer(name: str, method: str) -> Any:
-    """The kernel (values, importance, sigma2, out, block, row_blocks, n_units) -> unit of a format.
+def _loop(name: str, method: str) -> Any:
+    """The function (values, importance, sigma2, out, block, row_blocks, n_units) -> unit of a format.
 
     method:      plain, weighted (ggml's use of importance) or search
     values:      float32 (16 * n_units * block_size,)
@@ -80,12 +79,12 @@ def quantizer(name: str, method: str) -> Any:
     weighted = method != "plain"
     spread, times = grid.spread or ("", 0)
 
-    @jit(f"{method}.{name}")
+    x_, w_, ggml_ = (local(16 * size, types.float32) for _ in range(3))
+    d_, m_, scratch_ = (local(n, types.float32) for n in (16, 16, 16 * 48))
+    ls_, lm_, codes_ = local(16 * n_sub, types.int32), local(16 * n_sub, types.int32), local(16 * size, types.int8)
+
     def kernel(values, importance, sigma2, out, block, row_blocks, n_units):
-        x, w, w_ggml = np.empty(16 * size, np.float32), np.empty(16 * size, np.float32), np.empty(16 * size, np.float32)
-        d, m, ls, lm = np.empty(16, np.float32), np.empty(16, np.float32), np.empty(16 * n_sub, np.int32), np.empty(
-            16 * n_sub, np.int32)  # fmt: skip
-        codes, scratch = np.empty(16 * size, np.int8), np.empty(16 * 48, np.float32)
+        x, w, w_ggml, d, m, ls, lm, codes, scratch = x_(), w_(), ggml_(), d_(), m_(), ls_(), lm_(), codes_(), scratch_()
         bad = n_units
         for unit in range(n_units):
             lanes_of(values, 16 * unit * size, size, x)
@@ -109,6 +108,24 @@ def quantizer(name: str, method: str) -> Any:
             if bad == n_units and not _finite(x, size, d, m):
                 bad = unit
         return bad
+
+    return kernel
+
+
+@functools.cache
+def quantizer(name: str, method: str) -> Any:
+    """The kernel of a format and of what takes importance, as `_loop` has it."""
+    return jit(f"{method}.{name}")(_loop(name, method))
+
+
+def build(name: str) -> Any:
+    """The kernel `plain.FORMAT` for `jit.objects`."""
+    loop = inline(_loop(name.removeprefix("plain."), "plain"))
+    words, floats, bytes_ = (array_at(kind) for kind in (types.int64, types.float32, types.uint8))
+
+    def kernel(address):
+        a, n = words(address, 7), 1 << 40  # places are not checked
+        return loop(floats(a[0], n), floats(a[1], n), floats(a[2], n), bytes_(a[3], n), a[4], a[5], a[6])
 
     return kernel
 

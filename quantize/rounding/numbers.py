@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgert.quantize.blocks import IQ4_LEVELS
-from edgert.quantize.jit import inline
+from edgert.quantize.jit.compiled import inline
 from edgert.quantize.jit.lanes import absolute, bits_of, float_of, select, vf, vi
 
 

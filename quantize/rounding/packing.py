@@ -6,7 +6,7 @@ where block k starts at [at + k * stride]. Source: ggml's ggml-common.h.
 
 from __future__ import annotations
 
-from edgert.quantize.jit import inline
+from edgert.quantize.jit.compiled import inline
 from edgert.quantize.jit.lanes import load, scatter, vi
 from edgert.quantize.rounding.numbers import half_bits
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from edgert.quantize.jit import inline
+from edgert.quantize.jit.compiled import inline
 from edgert.quantize.jit.lanes import load, select, store, to_float, to_int, vf, vi
 from edgert.quantize.rounding import ggml
 from edgert.quantize.rounding.grids import GRIDS

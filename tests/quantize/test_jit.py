@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edgert.quantize.blocks import IQ4_LEVELS
-from edgert.quantize.jit import jit
+from edgert.quantize.jit.compiled import jit
 from edgert.quantize.jit.lanes import load, scatter, store, to_float, turn
 from edgert.quantize.rounding.numbers import half_bits, level, nearest, rounded
 

@@ -11,12 +11,11 @@ import pytest
 from edgert.quantize.kernels_ahead import compile_ahead
 
 LOADED = """
+import sys
 import numpy as np
 from edgert.quantize import rounding
-from edgert.quantize.rounding import kernels
 rounding.quantize(np.ones((16, 32), np.float32), "Q4_0")
-stats = kernels.quantizer("Q4_0", "plain").stats
-print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
+print("numba" in sys.modules)
 """
 
 
@@ -26,7 +25,7 @@ def test_children_compile_what_this_process_loads(tmp_path: Path, monkeypatch: p
     compile_ahead([("Q4_0", "plain"), ("Q4_0", "plain")], 2, lambda *args: told.append(args))
     assert told[0] == ("Q4_0", 0, 1) and told[-1] == ("", 1, 1)
     done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1", "0"]
+    assert done.stdout.strip() == "False"  # nothing was compiled again
     told.clear()
     compile_ahead([("Q4_0", "plain")], 2, lambda *args: told.append(args))
     assert not told  # nothing was left to do
