@@ -65,6 +65,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+GEMMA4 = {
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "num_hidden_layers": 7,
+    "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 3],
+    "sliding_window": 13,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": ROPE,
+    },
+}
 NORMS = (
     "norm.weight",
     "layernorm.weight",
@@ -78,7 +93,15 @@ PARTIAL = {**ROPE, "partial_rotary_factor": 0.5}
 HEADS = {"head_dim": 32}
 NO_PAD = {"pad_token_id": 0}
 WIDE = {"hidden_size": 192}  # as six heads of 32: llama.cpp takes it for granted for some families
-TIED = ("gemma", "gemma2", "command-r", "command-r-plus", "cohere2")  # llama.cpp knows no head of their own
+TIED = (
+    "gemma",
+    "gemma2",
+    "gemma4",
+    "gemma4-shared",
+    "command-r",
+    "command-r-plus",
+    "cohere2",
+)  # llama.cpp knows no head of their own
 YARN = {**ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LONG_ROPE = {
     **ROPE,
@@ -207,6 +230,18 @@ CONFIGS |= {
             "rope_parameters": ROPE,
         },
     ),
+    "gemma4": ("Gemma4ForCausalLM", GEMMA4),
+    "gemma4-shared": (
+        "Gemma4ForCausalLM",
+        {
+            **GEMMA4,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 384,
+            "use_double_wide_mlp": True,
+            "attention_k_eq_v": False,
+        },
+    ),
     "glm": ("GlmForCausalLM", {**NO_PAD, **WIDE, **HEADS, "attention_bias": True, "rope_parameters": PARTIAL}),
 }  # fmt: skip
 EXPERTS = {**WIDE, "num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "rope_parameters": ROPE}
@@ -286,6 +321,11 @@ def make_model(name: str, tied: bool = False, seed: int = 1, **changes: Any) -> 
             else:
                 n_inputs = parameter.shape[-2 if name == "gpt-oss" and "experts" in key else -1]
                 parameter.normal_(0, 1.5 / n_inputs**0.5)
+            if name.startswith("gemma4") and key.endswith("q_norm.weight"):
+                parameter *= 0.3  # there attention has no other scale
+        for key, buffer in model.named_buffers():
+            if key.endswith("layer_scalar"):
+                buffer.fill_(0.5 + torch.rand(()))
     return model
 
 

@@ -28,7 +28,7 @@ class PagedFake(FakeBackend):
         if parts:
             self.pauses, self.n_window = True, PAGE
         self.cache = PagedCache(
-            [Kept(window, 1) for window in windows], 16, self.n_seq_max, self.n_ctx, pages, self.n_batch
+            [Kept(window, 1, 16) for window in windows], self.n_seq_max, self.n_ctx, pages, self.n_batch
         )
 
     def forward(self, batch: Batch) -> Any:

@@ -54,10 +54,17 @@ class Reference:
         """Token ids (n,) -> what the head reads after each, (n, n_embd), or after the last one."""
         a = self.architecture
         x = self.weight("token_embd.weight", np.asarray(tokens)) * self.dtype(a.embedding_scale)  # (n, n_embd)
+        vectors = self.vectors(tokens, x) if a.n_embd_per_layer else None
+        kept: dict[int, tuple[Floats, Floats]] = {}
         if "position_embd.weight" in a.outer:
             x = x + self.weight("position_embd.weight", np.arange(len(x)))
         for i, layer in enumerate(a.layers):
-            x = self.layer(i, layer, x)
+            x = self.layer(i, layer, x, kept)
+            if vectors is not None:
+                h = ACTIVATIONS[a.activation](self.product(x, f"blk.{i}.inp_gate")) * vectors[:, i]
+                x = x + self.norm(self.product(h, f"blk.{i}.proj"), f"blk.{i}.post_norm")
+            if layer.has("layer_output_scale"):
+                x = x * self.weight(f"blk.{i}.layer_output_scale.weight")
         if last:
             x = x[-1:]
         return self.norm(x, a.output_norm) * self.dtype(a.logit_scale)
@@ -74,9 +81,21 @@ class Reference:
             logits += self.weight("output.bias")
         return softcap(logits, a.final_logit_softcapping)
 
-    def layer(self, i: int, layer: Layer, x: Floats) -> Floats:
-        """Residual stream (n, n_embd) -> (n, n_embd)."""
-        a, n, dim = self.architecture, len(x), self.architecture.head_dim
+    def vectors(self, tokens: Sequence[int], x: Floats) -> Floats:
+        """What each layer gets of each token, (n, n_layer, n_embd_per_layer)."""
+        a = self.architecture
+        shape = len(x), a.n_layer, a.n_embd_per_layer
+        made = self.product(x, "per_layer_model_proj") / self.dtype(math.sqrt(a.n_embd))
+        looked_up = self.weight("per_layer_token_embd.weight", np.asarray(tokens)).reshape(shape)
+        made = self.norm(made.reshape(shape), "per_layer_proj_norm")
+        return (made + looked_up * self.dtype(math.sqrt(a.n_embd_per_layer))) / self.dtype(math.sqrt(2))
+
+    def layer(self, i: int, layer: Layer, x: Floats, kept: dict[int, tuple[Floats, Floats]]) -> Floats:
+        """Residual stream (n, n_embd) -> (n, n_embd).
+
+        kept:  keys and values of the layers before, by their number
+        """
+        a, n, dim = self.architecture, len(x), layer.head_dim
 
         def product(h: Floats, part: str) -> Floats:
             return self.product(h, f"blk.{i}.{part}")
@@ -90,8 +109,11 @@ class Reference:
             return x + self.feed_forward(i, layer, norm(x, layer.feed_forward_norm))
         if layer.has("attn_qkv"):
             q, k, v = np.split(product(h, "attn_qkv"), np.cumsum([layer.n_head, layer.n_head_kv]) * dim, axis=-1)
+        elif layer.kv_layer is not None:
+            q = k = v = product(h, "attn_q")
         else:
-            q, k, v = (product(h, f"attn_{part}") for part in "qkv")
+            q, k = product(h, "attn_q"), product(h, "attn_k")
+            v = product(h, "attn_v") if layer.has("attn_v") else k
         if layer.tensors.get("attn_q_norm.weight", (dim,))[-1] > dim:
             q, k = norm(q, "attn_q_norm"), norm(k, "attn_k_norm")
         q, k, v = (part.reshape(n, -1, dim) for part in (q, k, v))  # (n, heads, head_dim)
@@ -101,6 +123,11 @@ class Reference:
             q, k = norm(q, "attn_q_norm"), norm(k, "attn_k_norm")
         if not a.rope_first:
             q, k = rotate(q, layer), rotate(k, layer)
+        if a.value_norm:
+            v = rms_norm(v, v.dtype.type(1), a.norm_eps)
+        if layer.kv_layer is not None:
+            k, v = kept[layer.kv_layer]
+        kept[i] = k, v
         q = q * layer.rope.query_scales(n)[:, None, None].astype(q.dtype)
         sinks = self.weight(f"blk.{i}.attn_sinks.weight") if layer.has("attn_sinks") else None
         h = attention(q, k, v, layer.window, a, sinks)

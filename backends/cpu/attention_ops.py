@@ -60,7 +60,7 @@ class AttentionOps:
         self.scratch_bytes = max(at_once) * partial_bytes(a.head_dim)
         if graph.tiles:
             self.scratch_bytes = max(self.scratch_bytes, attention_scratch_bytes(a.head_dim, group))
-        self._tiles = graph.tiles and a.head_dim % 32 == 0
+        self._tiles = graph.tiles and all(layer.head_dim % 32 == 0 for layer in a.layers)
 
     def angles(self) -> list[Op]:
         """What all layers rotate by in a step."""
@@ -87,16 +87,22 @@ class AttentionOps:
         layer = a.layers[i]
         norms = [graph.weights.layers[i].norms.get(f"attn_{part}_norm") for part in "qk"]
         ops = []
-        q_norm = layer.tensors.get("attn_q_norm.weight", (a.head_dim,))
-        if q_norm[-1] > a.head_dim:
+        dim = layer.head_dim
+        q_norm = layer.tensors.get("attn_q_norm.weight", (dim,))
+        if q_norm[-1] > dim:
             ops.append(self._row_norm(layer, *norms))
             norms = [None, None]
         kind: dict[str, str] = {"norm": a.norm} if norms[0] and a.norm != "rms" else {}
         if a.rope_first and layer.rope.n_dims:
             kind["first"] = "rope"
+        if a.value_norm:
+            kind["values"] = "norm"
+        heads = self._heads(layer)
+        if layer.kv_layer is not None:
+            heads["n_head_kv"] = 0
         ops.append(
             Op(
-                name_of("rope", **self._heads(layer), n_rot=layer.rope.n_dims, style=layer.rope.style, **kind),
+                name_of("rope", **heads, n_rot=layer.rope.n_dims, style=layer.rope.style, **kind),
                 [
                     *self._rows_of_qkv(),
                     graph.at(N_TOKENS),
@@ -105,7 +111,7 @@ class AttentionOps:
                     *graph.cache.addresses(i),
                     address(self._rope_tables[layer.rope][1] if layer.rope.n_dims else None),
                     *(address(norm.weight if norm else None) for norm in norms),
-                    4 * a.head_dim if len(q_norm) > 1 else 0,
+                    4 * dim if len(q_norm) > 1 else 0,
                     float_bits(a.norm_eps),
                     float_bits(a.attention_scale),
                     address(self.key_means[i]),
@@ -122,8 +128,8 @@ class AttentionOps:
         places = [address(part) for norm in (q, k) for part in (norm.weight, norm.bias)]
         return Op(
             name_of("row_norm", norm=a.norm),
-            [*self._rows_of_qkv(), self._graph.at(N_TOKENS), layer.n_head * a.head_dim, layer.n_head_kv * a.head_dim,
-             *places, float_bits(a.norm_eps)],
+            [*self._rows_of_qkv(), self._graph.at(N_TOKENS), layer.n_head * layer.head_dim,
+             layer.n_head_kv * layer.head_dim, *places, float_bits(a.norm_eps)],
         )  # fmt: skip
 
     def _attend(self, shape: Shape, i: int) -> list[Op]:
@@ -133,7 +139,8 @@ class AttentionOps:
         heads, softcap = self._heads(layer), a.attn_logit_softcapping
         if softcap:
             heads["capped"] = "yes"
-        looks = [address(graph.reach), address(graph.slots), *graph.cache.addresses(i), layer.window]
+        source = i if layer.kv_layer is None else layer.kv_layer
+        looks = [address(graph.reach), address(graph.slots), *graph.cache.addresses(source), layer.window]
         ops = []
         if shape.wide and not a.encoder:
             kernel, out = "attention_wide", address(self._results)
@@ -178,7 +185,8 @@ class AttentionOps:
     def _merge(self, i: int, group: Group, form: str, private: bool = False) -> Op:
         """Partial results joined."""
         graph, sinks = self._graph, self._graph.weights.layers[i].sinks
-        layer, dim = graph.architecture.layers[i], graph.architecture.head_dim
+        layer = graph.architecture.layers[i]
+        dim = layer.head_dim
         parameters = {"n_head": layer.n_head, "head_dim": dim, "type_v": graph.cache.type_v, **_with(sinks)}
         rows = self._rows_of_results(layer)
         return graph.rows(
@@ -217,7 +225,7 @@ class AttentionOps:
     def _rows_of_results(self, layer: Layer) -> NDArray[np.float32]:
         """Float32 (rows, n_head * head_dim) of this layer."""
         a = self._graph.architecture
-        n_cols = a.n_embd if layer.n_taps else layer.n_head * a.head_dim
+        n_cols = a.n_embd if layer.n_taps else layer.n_head * layer.head_dim
         return self._results.reshape(-1)[: len(self._results) * n_cols].reshape(-1, n_cols)
 
     def _rows_of_qkv(self) -> Sequence[int]:
@@ -226,7 +234,7 @@ class AttentionOps:
     def _heads(self, layer: Layer) -> dict[str, object]:
         """The parameters of kernels that read heads or the cache."""
         cache = self._graph.cache
-        return {"n_head": layer.n_head, "n_head_kv": layer.n_head_kv, "head_dim": self._graph.architecture.head_dim,
+        return {"n_head": layer.n_head, "n_head_kv": layer.n_head_kv, "head_dim": layer.head_dim,
                 "type_k": cache.type_k, "type_v": cache.type_v}  # fmt: skip
 
 

@@ -125,7 +125,7 @@ class CpuBackend(Backend):
             weights = pack_model(a, packer)
             pages = -(-n_positions // PAGE) + n_seq_max
             layers = kept_by_layers(a)
-            self._cache = PagedCache(layers, a.head_dim, n_seq_max, self.n_ctx, pages, self.n_batch, *types)
+            self._cache = PagedCache(layers, n_seq_max, self.n_ctx, pages, self.n_batch, *types)
             self._graph = Graph(a, weights, self._cache, self.isa, n_threads, self.n_batch, tile_head)
             self.rounds_windows = self._graph.tiles
             self._tapes: dict[Shape, Tape] = {}
@@ -187,8 +187,9 @@ class CpuBackend(Backend):
         tokens = np.random.default_rng(0).integers(0, self.n_vocab, n)
         self.forward(Batch.of(tokens.tolist(), 0, wanted="none"))
         for i, (layer, mean) in enumerate(zip(self.architecture.layers, self._graph.attention.key_means, strict=True)):
-            if layer.n_head_kv:
-                mean[: layer.n_head_kv] = self._cache.keys(i, 0)[:, PAGE:].mean(1)
+            if layer.n_head_kv and layer.kv_layer is None:
+                found = self._cache.keys(i, 0)[:, PAGE:].mean(1)
+                mean.reshape(-1)[: found.size] = found.reshape(-1)
         self._cache.truncate(0, 0)
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
@@ -483,13 +484,16 @@ def _check(file: Model[Any], a: Architecture, n_ctx: int) -> None:
     reasons = []
     if a.head_dim % 16:
         reasons.append(f"heads of {a.head_dim} (not a multiple of 16)")
-    sizes = sorted({a.n_embd, *(size for layer in a.layers for size in (layer.n_ff, layer.n_head * a.head_dim))})
+    if any(layer.head_dim % BLOCK for layer in a.layers if layer.head_dim != a.head_dim):
+        reasons.append(f"smaller heads in some layers that are not multiples of {BLOCK}")
+    sizes = sorted({a.n_embd, *(size for layer in a.layers for size in (layer.n_ff, layer.n_head * layer.head_dim))})
+    sizes += [a.n_embd_per_layer] * (a.n_embd_per_layer > 0)
     sizes += sorted({layer.experts.n_ff for layer in a.layers if layer.experts})
     if any(size % BLOCK for size in sizes):
         reasons.append(f"sizes {', '.join(map(str, sizes))} that are not multiples of {BLOCK}")
     for layer in a.layers:
         row = layer.tensors.get("attn_k_norm.weight", (0,))[-1]
-        if row > a.head_dim and row % BLOCK:
+        if row > layer.head_dim and row % BLOCK:
             reasons.append(f"norms of {row} keys (not a multiple of {BLOCK})")
             break
     if reasons:

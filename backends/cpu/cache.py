@@ -45,25 +45,31 @@ class Kept:
 
     window: int
     n_head_kv: int
+    head_dim: int
     n_row: int = 0
 
-    def page_bytes(self, head_bytes: int) -> int:
-        """Bytes of a page, where a head takes so many."""
-        return self.n_head_kv * head_bytes + 4 * PAGE * self.n_row
+    def head_bytes(self, type_k: str, type_v: str) -> int:
+        """Bytes of a head's keys and values in a page."""
+        return sum(CACHE_TYPES[name].page_bytes(self.head_dim) for name in (type_k, type_v))
+
+    def page_bytes(self, type_k: str, type_v: str) -> int:
+        return self.n_head_kv * self.head_bytes(type_k, type_v) + 4 * PAGE * self.n_row
 
 
 def kept_by_layers(a: Architecture) -> list[Kept]:
     """What each layer keeps. Convolutions see a few positions, and are kept a longer window, to be cut back by it."""
-    return [Kept(REACH, 0, a.n_embd) if layer.n_taps else Kept(layer.window, layer.n_head_kv) for layer in a.layers]
+    return [
+        Kept(REACH, 0, 0, a.n_embd)
+        if layer.n_taps
+        else Kept(layer.window, layer.n_head_kv if layer.kv_layer is None else 0, layer.head_dim)
+        for layer in a.layers
+    ]
 
 
-def cache_bytes(
-    layers: Sequence[Kept], head_dim: int, n_ctx: int, n_batch: int, type_k: str, type_v: str
-) -> tuple[int, int]:
+def cache_bytes(layers: Sequence[Kept], n_ctx: int, n_batch: int, type_k: str, type_v: str) -> tuple[int, int]:
     """Bytes of one sequence of n_ctx positions in all layers, and of one position."""
-    head = CACHE_TYPES[type_k].page_bytes(head_dim) + CACHE_TYPES[type_v].page_bytes(head_dim)
     pages = [n_pages(kept_positions(layer.window, n_ctx, n_batch) or n_ctx) for layer in layers]
-    sizes = [layer.page_bytes(head) for layer in layers]
+    sizes = [layer.page_bytes(type_k, type_v) for layer in layers]
     return sum(n * size for n, size in zip(pages, sizes, strict=True)), sum(sizes) // PAGE
 
 
@@ -209,7 +215,6 @@ class PagedCache:
     def __init__(
         self,
         layers: Sequence[Kept],
-        head_dim: int,
         n_seq: int,
         n_ctx: int,
         n_pages: int,
@@ -218,11 +223,8 @@ class PagedCache:
         type_v: str = "f16",
     ) -> None:
         self.type_k, self.type_v = type_k, type_v
-        self._head_dim = head_dim
         self.max_pages = -(-n_ctx // PAGE)
         self.lengths = [0] * n_seq
-        self._key_bytes = CACHE_TYPES[type_k].page_bytes(head_dim)
-        self._head_bytes = self._key_bytes + CACHE_TYPES[type_v].page_bytes(head_dim)
         self._layers = layers
         lead = int(CACHE_TYPES[type_k].refined)
         # A window that is nearly the context frees nothing.
@@ -233,7 +235,7 @@ class PagedCache:
         strides = dict.fromkeys(sorted(set(self._window_of)), 0)
         for window, layer in zip(self._window_of, layers, strict=True):
             self._places.append(strides[window])
-            strides[window] += layer.page_bytes(self._head_bytes)
+            strides[window] += layer.page_bytes(type_k, type_v)
         for window, stride in strides.items():
             size = n_seq * (lead + -(-kept[window] // PAGE)) if window else n_pages + lead * n_seq
             self.pools[window] = Pool(stride, lead, n_seq, self.max_pages, size)
@@ -296,7 +298,8 @@ class PagedCache:
         pool = self.pools[self._window_of[layer]]
         table = pool.table.ctypes.data + pool.lead * pool.table.itemsize
         keys = pool.data.ctypes.data + self._places[layer]
-        return table, pool.table.shape[1], keys, keys + self._key_bytes, pool.stride
+        key_bytes = CACHE_TYPES[self.type_k].page_bytes(self._layers[layer].head_dim)
+        return table, pool.table.shape[1], keys, keys + key_bytes, pool.stride
 
     def save(self, sequence: int, length: int) -> tuple[list[dict[str, int]], list[NDArray[np.uint8]]]:
         """For each pool which entries follow, and copies of their pages, uint8 (entries, stride)."""
@@ -315,25 +318,25 @@ class PagedCache:
     def _clear(self, page: NDArray[np.uint8], window: int, used: int) -> None:
         """Zeros the positions of a page from `used` on: they may be of a sequence that this one was forked from."""
         for layer, part in self._parts(page, window):
+            if not len(part):
+                continue
             if layer.n_row:
                 part.reshape(PAGE, -1)[used:] = 0
             else:
-                self._clear_heads(part.reshape(layer.n_head_kv, self._head_bytes), used)
+                self._clear_heads(part.reshape(layer.n_head_kv, -1), layer.head_dim, used)
 
     def _parts(self, page: NDArray[np.uint8], window: int) -> Iterator[tuple[Kept, NDArray[np.uint8]]]:
         """The layers of a pool, and where a page holds what they keep."""
         for layer, own, place in zip(self._layers, self._window_of, self._places, strict=True):
             if own == window:
-                yield layer, page[place : place + layer.page_bytes(self._head_bytes)]
+                yield layer, page[place : place + layer.page_bytes(self.type_k, self.type_v)]
 
-    def _clear_heads(self, heads: NDArray[np.uint8], used: int) -> None:
+    def _clear_heads(self, heads: NDArray[np.uint8], head_dim: int, used: int) -> None:
         n = len(heads)
         start = 0
         for side, name in (("k", self.type_k), ("v", self.type_v)):
             kind = CACHE_TYPES[name]
-            middle, stop = (
-                start + size for size in (self._head_dim * PAGE * kind.bits // 8, kind.page_bytes(self._head_dim))
-            )
+            middle, stop = (start + size for size in (head_dim * PAGE * kind.bits // 8, kind.page_bytes(head_dim)))
             codes, scales = heads[:, start:middle], heads[:, middle:stop]
             if side == "k":
                 codes.reshape(n, -1, PAGE, 4 if kind.is_packed else 2)[:, :, used:] = 0
@@ -377,14 +380,15 @@ class PagedCache:
     def keys(self, layer: int, sequence: int) -> NDArray[np.float32]:
         """float32 (n_head_kv, positions, head_dim): a sequence's packed keys of 4 bits as kernels read them."""
         kind, pool = CACHE_TYPES[self.type_k], self.pools[self._window_of[layer]]
-        n_head_kv, head_dim = self._layers[layer].n_head_kv, self._head_dim
+        kept = self._layers[layer]
+        n_head_kv, head_dim, head_bytes = kept.n_head_kv, kept.head_dim, kept.head_bytes(self.type_k, self.type_v)
         pages = pool.held(sequence)[pool.lead :]
         start = self._places[layer]
-        raw = pool.data[pages, start : start + n_head_kv * self._head_bytes].reshape(len(pages), n_head_kv, -1)
+        raw = pool.data[pages, start : start + n_head_kv * head_bytes].reshape(len(pages), n_head_kv, -1)
         n_bytes = head_dim * PAGE // 2
         codes = raw[..., :n_bytes].reshape(len(pages), n_head_kv, head_dim // BLOCK, 4, PAGE, 4)
         both = np.stack([codes & 15, codes >> 4], axis=3).astype(np.float32) - kind.offset
-        scales = np.ascontiguousarray(raw[..., n_bytes : self._key_bytes]).view(np.float16)
+        scales = np.ascontiguousarray(raw[..., n_bytes : kind.page_bytes(head_dim)]).view(np.float16)
         scales = scales.reshape(len(pages), n_head_kv, head_dim // BLOCK, 1, 1, PAGE, 1).astype(np.float32)
         # (page, head, block, half, row, place, dimension) -> (head, page, place, block, half, row, dimension)
         values = (both * scales).transpose(1, 0, 5, 2, 3, 4, 6)

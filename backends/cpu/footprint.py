@@ -65,7 +65,7 @@ def footprint(
     Raises: RequestError for a type of cache that is not there.
     """
     type_k, type_v = (cache_type(side, name, a.head_dim) for side, name in zip("kv", types, strict=True))
-    kv, per_token = cache_bytes(kept_by_layers(a), a.head_dim, n_ctx, N_BATCH, type_k, type_v)
+    kv, per_token = cache_bytes(kept_by_layers(a), n_ctx, N_BATCH, type_k, type_v)
     program = PROGRAM + PROGRAM_PER_TOKEN * a.n_vocab if with_program else 0
     return Footprint(_weights(file, a, weights_as), round(kv * n_full), per_token, _buffers(a, n_ctx), program)
 
@@ -89,7 +89,7 @@ def _buffers(a: Architecture, n_ctx: int) -> int:
     n_attn = a.n_head * a.head_dim
     most = max(a.n_embd, a.n_ff, n_attn)
     mixed = max((a.n_head + 2 * a.n_head_kv) * a.head_dim, *(3 * a.n_embd * (layer.n_taps > 0) for layer in a.layers))
-    floats = a.n_embd * (1 + a.post_norm) + mixed + n_attn + a.n_ff
+    floats = a.n_embd * (1 + a.post_norm) + mixed + n_attn + a.n_ff + (a.n_layer + 1) * a.n_embd_per_layer
     # Prepared rows: int8 with their words, bf16 tiles, and the gated product's tiles.
     row = 4 * floats + most * 7 // 2 + 2 * a.n_ff
     rows = min(N_BATCH, -(-n_ctx // WINDOW) * WINDOW)

@@ -24,6 +24,7 @@ from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.layouts import BLOCK, CODECS, TILE_TOKENS, byte_tile_scratch_bytes, tile_scratch_bytes
 from edgert.backends.cpu.memory import Arena
 from edgert.backends.cpu.model_weights import LayerWeights, ModelWeights, Norm
+from edgert.backends.cpu.per_layer_ops import PerLayerOps
 from edgert.backends.cpu.step import (
     BYTE_TILES,
     N_NARROW,
@@ -93,6 +94,7 @@ class Graph:
         self.forms["pairs"] = self.forms["int8"]
         self.gated_tiles = arena.take(rows * a.n_ff * 2 if self.tiles else 0)
         self.experts = ExpertOps(self, rows) if needs_experts(a) else None
+        self.per_layer = PerLayerOps(self, weights.per_layer, rows) if weights.per_layer else None
         needs = self.attention.scratch_bytes
         if self.tiles:
             needs = max(needs, tile_scratch_bytes(n_batch), byte_tile_scratch_bytes())
@@ -129,31 +131,36 @@ class Graph:
         """
         groups = self._groups(shape)
         ops = [*self.attention.angles(), *self._embed()]
+        if self.per_layer:
+            ops += self.per_layer.begin(groups)
         post: Norm | None = None  # the norm of what the step before left in self.post
         for i, (layer, weights) in enumerate(zip(self.architecture.layers, self.weights.layers, strict=True)):
             gates = self._gates(weights)
             shared = layer.parallel and layer.feed_forward_norm == layer.attention_norm
-            ops += self._norm(groups, weights.norms.get(layer.attention_norm), weights.qkv + gates * shared, post)
-            ops += self._products(groups, weights.qkv, self.attention.qkv, "store", private=post is None)
+            ops += self.norm(groups, weights.norms.get(layer.attention_norm), weights.qkv + gates * shared, post)
+            ops += self.products(groups, weights.qkv, self.attention.qkv, "store", private=post is None)
             if layer.parallel:
                 if not shared:
-                    ops += self._norm(groups, weights.norms.get(layer.feed_forward_norm), gates, None)
+                    ops += self.norm(groups, weights.norms.get(layer.feed_forward_norm), gates, None)
                 ops += self._up(groups, weights)
             ops += self.attention.layer(shape, groups, i)
             post = weights.norms.get(layer.attention_post_norm)
-            ops += self._products(groups, weights.attn_output, *self._residual(post))
+            ops += self.products(groups, weights.attn_output, *self._residual(post))
             if self.experts and layer.experts and weights.experts:
                 norm = weights.norms.get(layer.feed_forward_norm)
                 ops += self.experts.block(groups, weights.experts, layer.experts, norm, post)
                 post = None
             else:
                 if not layer.parallel:
-                    ops += self._norm(groups, weights.norms.get(layer.feed_forward_norm), gates, post)
+                    ops += self.norm(groups, weights.norms.get(layer.feed_forward_norm), gates, post)
                     ops += self._up(groups, weights, private=post is None)
                 ops += self._activate(groups, weights)
                 post = weights.norms.get("post_ffw_norm")
                 y = self._residual(post)
-                ops += self._products(groups, weights.ffn_down, *y, gated=weights.gate_up is not None)
+                ops += self.products(groups, weights.ffn_down, *y, gated=weights.gate_up is not None)
+            if self.per_layer:
+                ops += self.per_layer.layer(groups, i, post)
+                post = weights.norms["post_norm"]
             ops[-1].ends_layer = True
         if shape.wanted:
             if post is not None:
@@ -203,6 +210,7 @@ class Graph:
         """What the next layer finds of a step of n rows, and nothing else."""
         rows: list[NDArray[Any]] = [self.x, self.tokens, self.positions, self.slots, self.wanted]
         rows += [] if self.post is self.x else [self.post]
+        rows += [self.per_layer.vectors] if self.per_layer else []
         return [self.header, *(array[:n] for array in [*rows, *self.attention.tables()])]
 
     def _residual(self, post: Norm | None) -> tuple[NDArray[np.float32], str]:
@@ -276,10 +284,12 @@ class Graph:
         parameters: Mapping[str, object] | None = None,
         out: NDArray[Any] | None = None,
         words: NDArray[np.uint8] | None = None,
+        eps: float | None = None,
     ) -> Op:
         """An op of `kernels/rows.py`; with `private`, every thread prepares all rows for itself and does not wait.
 
         out, words:  where the rows go; None: to the graph's own of that form
+        eps:         of the norms; None: the model's
         """
         a = self.architecture
         kind = {"norm": a.norm} if (norm or post) and a.norm != "rms" else {}
@@ -296,7 +306,7 @@ class Graph:
                 address(self.words if words is None else words),
                 self.private_stride if private else 0,
                 address(index),
-                float_bits(a.norm_eps),
+                float_bits(a.norm_eps if eps is None else eps),
                 self.post.ctypes.data,
                 self.post.strides[0],
                 address(post.weight if post else None),
@@ -307,12 +317,14 @@ class Graph:
                 PRIVATE_ROWS * x.strides[0] if private else 0,
                 address(norm.bias if norm else None),
                 address(post.bias if post else None),
+                0 if up is None else up.strides[0],
+                float_bits(post.scale if post else 1.0),
                 address(sinks),
             ],
             meet=not private,
         )
 
-    def _norm(self, groups: list[Group], norm: Norm | None, matrices: Sequence[Matrix], post: Norm | None) -> list[Op]:
+    def norm(self, groups: list[Group], norm: Norm | None, matrices: Sequence[Matrix], post: Norm | None) -> list[Op]:
         """x, or a norm of it, before some products; with `post`, self.post is normed by it and added to x first."""
         ops = []
         for group in groups:
@@ -334,7 +346,7 @@ class Graph:
                 ops.append(op)
         return ops
 
-    def _products(
+    def products(
         self,
         groups: list[Group],
         matrices: Sequence[Matrix],
@@ -425,8 +437,8 @@ class Graph:
         for group in groups:
             if layer.gate_up is None:
                 hidden = self.up if layer.gate else self.hidden
-                ops += self._products([group], layer.gate, self.hidden, "store", private)
-                ops += self._products([group], layer.up, hidden, "store", private)
+                ops += self.products([group], layer.gate, self.hidden, "store", private)
+                ops += self.products([group], layer.up, hidden, "store", private)
             else:
                 y, stride = self.hidden.ctypes.data, self.hidden.strides[0]
                 if group.form == "tiles":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,10 +16,14 @@ from edgert.quantize.architecture import Architecture, Experts, Layer
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm's weight, and of a layer norm its bias."""
+    """A norm's weight, and of a layer norm its bias.
+
+    scale:  of one behind a block, what the sum of x and what it norms is multiplied by
+    """
 
     weight: NDArray[np.float32]
     bias: NDArray[np.float32] | None = None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class LayerWeights:
     gate_up:  panels of both in turn, if they have one codec
     gate:     empty where gate_up is there, or the layer has no gate
     experts:  in place of gate, up and ffn_down
+    inp_gate, proj:  of the token's vector for this layer
     """
 
     norms: Mapping[str, Norm]
@@ -74,6 +80,20 @@ class LayerWeights:
     sinks: NDArray[np.float32] | None = None
     taps: NDArray[np.float32] | None = None
     experts: ExpertWeights | None = None
+    inp_gate: Sequence[Matrix] = ()
+    proj: Sequence[Matrix] = ()
+
+
+@dataclass(frozen=True)
+class PerLayerWeights:
+    """What makes the vectors that each layer gets of a token.
+
+    norm:  of the part that `projection` makes, divided by the root of 2
+    """
+
+    table: Matrix
+    projection: list[Matrix]
+    norm: Norm
 
 
 @dataclass(frozen=True)
@@ -86,6 +106,7 @@ class ModelWeights:
     output: list[Matrix]
     position_embd: Matrix | None = None
     token_types: Matrix | None = None
+    per_layer: PerLayerWeights | None = None
 
     @functools.cached_property
     def n_bytes(self) -> int:
@@ -115,8 +136,11 @@ class ModelWeights:
             yield self.position_embd
         if self.token_types:
             yield self.token_types
+        if self.per_layer:
+            yield from (self.per_layer.table, *self.per_layer.projection)
         for layer in self.layers:
             yield from (*layer.qkv, *layer.attn_output, *layer.gate, *layer.up, *layer.ffn_down)
+            yield from (*layer.inp_gate, *layer.proj)
             if layer.gate_up:
                 yield layer.gate_up
             for block in layer.experts.all() if layer.experts else ():
@@ -131,6 +155,7 @@ def pack_model(architecture: Architecture, packer: Packer) -> ModelWeights:
     output = embedding if a.tied_head else packer.pack(["output.weight"])
     positions = packer.pack(["position_embd.weight"])[0] if "position_embd.weight" in a.outer else None
     types = packer.pack(["token_types.weight"])[0] if "token_types.weight" in a.outer else None
+    per_layer = _pack_per_layer(packer) if a.n_embd_per_layer else None
     packer.finish()
     if a.encoder:
         norm, layers = _norms_before(_norm(a, packer, "token_embd_norm", a.outer), layers)
@@ -139,7 +164,13 @@ def pack_model(architecture: Architecture, packer: Packer) -> ModelWeights:
     for vector in (norm.weight, norm.bias):
         if vector is not None:
             vector *= np.float32(a.logit_scale)
-    return ModelWeights(embedding[0], layers, norm, output, positions, types)
+    return ModelWeights(embedding[0], layers, norm, output, positions, types, per_layer)
+
+
+def _pack_per_layer(packer: Packer) -> PerLayerWeights:
+    weight = packer.vector("per_layer_proj_norm.weight") / np.float32(math.sqrt(2))
+    table, projection = (packer.pack([f"per_layer_{name}.weight"]) for name in ("token_embd", "model_proj"))
+    return PerLayerWeights(table[0], projection, Norm(weight))
 
 
 def _norms_before(first: Norm, layers: list[LayerWeights]) -> tuple[Norm, list[LayerWeights]]:
@@ -158,7 +189,12 @@ def _pack_layer(a: Architecture, layer: Layer, prefix: str, packer: Packer) -> L
         for name in layer.tensors
         if name.endswith(("norm.weight", "norm_2.weight"))
     }
-    parts, output, taps = ["attn_q", "attn_k", "attn_v"], "attn_output", None
+    if layer.has("layer_output_scale"):
+        last = "post_norm" if layer.has("post_norm") else "post_ffw_norm"
+        norms[last] = replace(norms[last], scale=float(packer.vector(f"{prefix}layer_output_scale.weight")[0]))
+    parts, output, taps = [name for name in ("attn_q", "attn_k", "attn_v") if layer.has(name)], "attn_output", None
+    if parts[1:] == ["attn_k"]:  # which serves for v, too
+        parts.append("attn_k")
     if layer.has("attn_qkv"):
         parts = ["attn_qkv"]
     elif layer.n_taps:
@@ -171,6 +207,8 @@ def _pack_layer(a: Architecture, layer: Layer, prefix: str, packer: Packer) -> L
         attn_output=packer.pack([f"{prefix}{output}.weight"]),
         sinks=packer.vector(f"{prefix}attn_sinks.weight") if layer.has("attn_sinks") else None,
         taps=taps,
+        inp_gate=packer.pack([f"{prefix}inp_gate.weight"]) if layer.has("inp_gate") else (),
+        proj=packer.pack([f"{prefix}proj.weight"]) if layer.has("proj") else (),
     )
     if layer.experts:
         return replace(attention, experts=_pack_experts(layer, layer.experts, prefix, packer))

@@ -265,7 +265,7 @@ class Work:
         weights = sum(shape[0] * shape[1] for i in range(a.n_layer) for shape in _matrices(a, i))
         positions: dict[int, int] = {}
         for layer in a.layers:
-            positions[layer.window] = positions.get(layer.window, 0) + 2 * layer.n_head * a.head_dim
+            positions[layer.window] = positions.get(layer.window, 0) + 2 * layer.n_head * layer.head_dim
         return cls(weights, a.n_vocab * a.n_embd, positions)
 
     def attention(self, depth: float) -> float:

@@ -283,6 +283,10 @@ def _check(file: GGUFFile, a: Architecture) -> None:
         "blocks side by side": any(layer.parallel for layer in a.layers),
         "a mixture of experts": any(layer.experts for layer in a.layers),
         "blocks without a norm before them": not {"attn_norm.weight", "ffn_norm.weight"} <= tensors,
+        "heads of several sizes": any(layer.head_dim not in (0, a.head_dim) for layer in a.layers),
+        "layers that share keys and values": any(layer.kv_layer is not None for layer in a.layers),
+        "vectors of tokens for each layer": a.n_embd_per_layer > 0,
+        "norms of values": a.value_norm,
         "norms of whole rows of q and k": any(
             layer.tensors.get("attn_q_norm.weight", (a.head_dim,)) != (a.head_dim,) for layer in a.layers
         ),

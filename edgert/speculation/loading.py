@@ -165,7 +165,7 @@ def find(draft: str | os.PathLike[str]) -> Path:
 def find_made_for(file: GGUFFile) -> Path | None:
     """The draft that the catalogue has for this model, beside its file or in the package; None: there is none."""
     name = file.metadata.get("general.name")
-    entry = next((e for e in CATALOGUE.values() if e.draft and e.title_in_file == name), None)
+    entry = next((e for e in CATALOGUE.values() if isinstance(name, str) and e.draft and e.title_in_file == name), None)
     places = (file.path.parent, ASSETS) if entry else ()
     return next((p / entry.draft for p in places if entry and (p / entry.draft).is_file()), None)
 

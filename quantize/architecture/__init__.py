@@ -19,9 +19,9 @@ FAMILIES = {
     name: name.replace("-", "_")
     for name in (
         *("arcee", "baichuan", "bert", "cohere2", "command-r", "deepseek", "exaone", "exaone4", "falcon", "gemma"),
-        *("gemma2", "gemma3", "glm4", "glm4moe", "gpt-oss", "gpt2", "gptneox", "granite", "hunyuan-dense", "lfm2"),
-        *("llama", "minicpm", "mistral3", "nemotron", "nomic-bert", "olmo2", "olmoe", "orion", "phi2", "phi3", "qwen2"),
-        *("qwen2moe", "qwen3", "qwen3moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+        *("gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "gpt-oss", "gpt2", "gptneox", "granite", "hunyuan-dense"),
+        *("lfm2", "llama", "minicpm", "mistral3", "nemotron", "nomic-bert", "olmo2", "olmoe", "orion", "phi2", "phi3"),
+        *("qwen2", "qwen2moe", "qwen3", "qwen3moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
     )
 } | {
     "bailingmoe": "deepseek",

@@ -88,6 +88,7 @@ class Layer:
     tensors:   by name in the layer; which there are says what is computed, as Architecture tells
     window:    attention sees this many latest positions (itself included); 0: all
     parallel:  the feed-forward block reads x as it is before the attention
+    kv_layer:  the earlier layer whose keys and values it reads; None: it has its own
     experts:   the feed-forward block is a mixture; n_ff is then that of the expert that sees every token, 0: none
     """
 
@@ -99,6 +100,12 @@ class Layer:
     window: int = 0
     parallel: bool = False
     experts: Experts | None = None
+    kv_layer: int | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head; 0 where it has a convolution in place of attention."""
+        return self.tensors["attn_output.weight"][1] // self.n_head if self.has("attn_output") else 0
 
     def has(self, name: str) -> bool:
         """Whether it has the tensor name.weight."""
@@ -157,6 +164,11 @@ class Architecture:
     A layer with a convolution in place of attention (n_head_kv is 0) computes
         b, c, h = the thirds of W h;  h = b * h;  x += W (c * the sum of taps[:, -1 - i] * h, as it was i positions
             before)                                      W: shortconv.in_proj, shortconv.out_proj; taps: shortconv.conv
+    With per_layer_token_embd each layer gets a vector p of its own, for which x is as it starts:
+        p = (norm(W x / sqrt(n_embd), per_layer_proj_norm) + per_layer_token_embd * sqrt(n_embd_per_layer)) / sqrt(2)
+            W, and the table's row: the layer's part of per_layer_model_proj and of per_layer_token_embd
+        and ends with x += norm(W (activation(W x) * p), post_norm)                    W: proj, inp_gate
+    A layer that has layer_output_scale multiplies x by it at last. One without attn_v takes W h of attn_k for v, too.
     In a parallel layer both blocks read the x that came in, through one norm if there is no ffn_norm.
     logits = output norm(x, output_norm) * logit_scale (+ output.bias).
     A softcapping c > 0 replaces scores or logits y by c * tanh(y / c).
@@ -167,6 +179,8 @@ class Architecture:
 
     outer:  the tensors that belong to no layer
     norm:   "rms", or "layer": (x - mean) / deviation * weight + bias
+    head_dim:    of the layers that have the largest heads
+    value_norm:  v of each head is normed, without a weight
     """
 
     name: str
@@ -187,6 +201,12 @@ class Architecture:
     final_logit_softcapping: float = 0.0
     encoder: bool = False
     rope_first: bool = False
+    value_norm: bool = False
+
+    @property
+    def n_embd_per_layer(self) -> int:
+        """Of the vector that each layer gets of a token; 0: it gets none."""
+        return self.outer.get("per_layer_proj_norm.weight", (0,))[0]
 
     @property
     def n_head(self) -> int:

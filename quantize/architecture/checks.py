@@ -38,6 +38,8 @@ def _check_tensors(file: Model[Any], architecture: Architecture) -> None:
     for name in extra:
         layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
         in_layer = layer is not None and int(layer[1]) < architecture.n_layer and layer[2] not in UNUSED
+        if in_layer and layer and architecture.layers[int(layer[1])].kv_layer is not None:
+            in_layer = not layer[2].startswith(("attn_k", "attn_v"))  # those of another layer are read
         if in_layer or name.startswith(OUTER) or name.endswith(SCALES):
             raise UnsupportedFormatError(
                 f"{file.path} has the tensor {name!r}, which edgert's {architecture.name} does not know: "

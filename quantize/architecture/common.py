@@ -97,6 +97,7 @@ def describe(
     parallel: bool = False,
     experts: Experts | None = None,
     taps: int = 0,
+    head_dims: Sequence[int] | None = None,
 ) -> Architecture:
     """The description of a family whose layers are alike but for their sizes.
 
@@ -109,6 +110,7 @@ def describe(
     qkv_bias:    whether q, k and v must have biases
     experts:     how they are chosen where the file has some; its sizes count
     taps:        of the convolution that layers without key-value heads have; 0: all have some
+    head_dims:   of each layer; None: the file has one for all
 
     Raises: ModelFileError, UnsupportedFormatError.
     """
@@ -138,9 +140,10 @@ def describe(
     layers = []
     widths = keys.of_layers("feed_forward_length", n_layer)
     mixtures = mixture.of_layers(keys, n_layer, experts)
-    for heads, heads_kv, n_ff, own in zip(n_head, n_head_kv, widths, mixtures, strict=True):
+    dims = list(head_dims or [head_dim] * n_layer)[:n_layer]
+    for heads, heads_kv, dim, n_ff, own in zip(n_head, n_head_kv, dims, widths, mixtures, strict=True):
         if heads_kv:
-            mixing = _attention(n_embd, heads * head_dim, heads_kv * head_dim, head_dim, qk_norm, stored)
+            mixing = _attention(n_embd, heads * dim, heads_kv * dim, dim, qk_norm, stored)
         else:
             mixing = _convolution(n_embd, taps)
         if own:
@@ -155,7 +158,7 @@ def describe(
         name=keys.family,
         n_layer=n_layer,
         n_embd=n_embd,
-        head_dim=head_dim,
+        head_dim=max(head_dim, *dims),
         n_vocab=n_vocab,
         n_ctx_train=keys.integer("context_length"),
         norm_eps=keys.number("attention.layer_norm_rms_epsilon" if norm == "rms" else "attention.layer_norm_epsilon"),

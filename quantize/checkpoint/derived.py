@@ -45,6 +45,27 @@ def of_mistral3(config: Config) -> dict[str, Any]:
     return {} if scale is None else {"llama_4_scaling_beta": scale}
 
 
+def of_gemma4(config: Config) -> dict[str, Any]:
+    """Sizes of the layers that see the whole text, which differ from those of the others."""
+    n_layer, local = config.integer("num_hidden_layers"), config.integer("head_dim", 256)
+    kinds = config.get("layer_types", [])
+    first = n_layer - config.integer("num_kv_shared_layers", 0, least=0)
+    full: dict[str, Any] = {}
+    for i, changed in config.get("per_layer_config", {}).items():
+        if int(i) < len(kinds) and kinds[int(i)] == "full_attention":
+            full = changed
+    n_ff, n_kv = config.integer("intermediate_size"), config.integer("num_key_value_heads")
+    n_full = config.get("num_global_key_value_heads", full.get("num_key_value_heads", n_kv))
+    n_full = n_full if config.get("attention_k_eq_v") else n_kv
+    wider = 1 + bool(config.get("use_double_wide_mlp"))
+    return {
+        "head_dim": config.get("global_head_dim", full.get("head_dim", 512)),
+        "local_head_dim": local,
+        "feed_forward_lengths": [n_ff * (1 if i < first else wider) for i in range(n_layer)],
+        "key_value_heads": [n_full if kind == "full_attention" else n_kv for kind in kinds],
+    }
+
+
 def of_nomic_bert(config: Config) -> dict[str, Any]:
     """Beyond the positions that it was trained on, its rotation would have to be stretched."""
     trained = config.get("max_trained_positions")

@@ -242,6 +242,43 @@ FAMILIES = (
         },
     ),
     Family(
+        "gemma4",
+        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+        layer_names={
+            **_GEMMA_NORMS,
+            "per_layer_input_gate.weight": "inp_gate.weight",
+            "per_layer_projection.weight": "proj.weight",
+            "post_per_layer_input_norm.weight": "post_norm.weight",
+            "layer_scalar": "layer_output_scale.weight",
+        },
+        outer_names={
+            "embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+            "per_layer_model_projection.weight": "per_layer_model_proj.weight",
+            "per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
+        },
+        tied_head=True,
+        activations=("gelu_pytorch_tanh",),
+        numbers={"final_logit_softcapping": "final_logit_softcapping"},
+        counts={
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "attention.key_length_swa": "local_head_dim",
+            "attention.value_length_swa": "local_head_dim",
+            "rope.dimension_count": "head_dim",
+            "rope.dimension_count_swa": "local_head_dim",
+        },
+        demanded={"enable_moe_block": False, "use_bidirectional_attention": None},
+        windows=6,
+        scalings=("proportional",),
+        defaults={
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 512,
+        },
+        derived=derived.of_gemma4,
+    ),
+    Family(
         "phi2",
         ("PhiForCausalLM",),
         layer_names=with_biases(

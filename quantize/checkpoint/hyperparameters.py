@@ -75,7 +75,7 @@ def architecture_keys(
         "block_count": Value.u32(sizes.n_layer),
         "context_length": Value.u32(config.integer("max_position_embeddings") - family.first_position),
         "embedding_length": Value.u32(sizes.n_embd),
-        "feed_forward_length": Value.u32(sizes.n_ff),
+        "feed_forward_length": _of_layers(config, "feed_forward_lengths", sizes.n_ff),
         "attention.head_count": Value.u32(sizes.n_head),
         "attention.head_count_kv": _kv_heads(config, sizes),
         **rope.keys,
@@ -113,8 +113,16 @@ def architecture_keys(
     return {f"{family.name}.{key}": value for key, value in keys.items()}, rope
 
 
+def _of_layers(config: Config, key: str, usual: int) -> Value:
+    """One number, or one for each layer where the family derived several."""
+    found = config.get(key, [usual])
+    return Value.u32(found[0]) if len(set(found)) == 1 else Value.array(np.array(found, np.int32))
+
+
 def _kv_heads(config: Config, sizes: Sizes) -> Value:
     """One number, or one for each layer where some convolve, which have none."""
+    if config.get("key_value_heads"):
+        return _of_layers(config, "key_value_heads", sizes.n_head_kv)
     kinds = config.get("layer_types")
     if not isinstance(kinds, list) or "conv" not in kinds:
         return Value.u32(sizes.n_head_kv)
@@ -192,7 +200,7 @@ def _window_keys(config: Config, family: Family, sizes: Sizes) -> dict[str, Valu
     if window is None or not any(flags):
         return {"attention.sliding_window": Value.u32(0)} if family.name == "gemma3" else {}
     keys = {"attention.sliding_window": Value.u32(config.integer("sliding_window"))}
-    if flags != _habit(family, sizes.n_layer):
+    if flags != _habit(family, sizes.n_layer) or family.name == "gemma4":
         keys["attention.sliding_window_pattern"] = Value.bools(flags)
     return keys
 

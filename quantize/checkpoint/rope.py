@@ -51,6 +51,8 @@ def read_rope(config: Config, family: Family, head_dim: int) -> RopeScaling:
             raise UnsupportedFormatError(
                 f"{config.path} scales the rotation of sliding windows, which GGUF cannot say."
             )
+    if _kind(fields) == "proportional" and "proportional" in family.scalings:
+        return RopeScaling(keys, {FACTORS: _proportional(config, fields, head_dim)}, head_dim)
     share = config.get("partial_rotary_factor", fields.get("partial_rotary_factor", family.partial or 1.0))
     if share != 1.0 and family.partial is None:
         raise UnsupportedFormatError(f"{config.path} rotates a part of each head (partial_rotary_factor).")
@@ -75,6 +77,12 @@ def read_rope(config: Config, family: Family, head_dim: int) -> RopeScaling:
         f"{config.path} scales its rotation by {kind!r}; edgert converts linear, yarn, (llama only) llama3 and "
         "(phi3 only) longrope."
     )
+
+
+def _proportional(config: Config, fields: dict[str, Any], head_dim: int) -> NDArray[np.float32]:
+    """Of the frequencies of a whole head only the first ones turn; the others are divided by so much that none does."""
+    n_turned = int(head_dim * _number(config, fields, "partial_rotary_factor", 1.0) / 2)
+    return np.where(np.arange(head_dim // 2) < n_turned, 1, 1e30).astype(np.float32)
 
 
 def _longrope(

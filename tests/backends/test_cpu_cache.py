@@ -24,7 +24,7 @@ STEPS = st.lists(
 
 
 def make(type_k: str, windows: tuple[int, ...] = (0, WINDOW, WINDOW), n_pages: int = 60) -> PagedCache:
-    return PagedCache([Kept(window, 1) for window in windows], 32, N_SEQ, N_CTX, n_pages, N_BATCH, type_k, "f16")
+    return PagedCache([Kept(window, 1, 32) for window in windows], N_SEQ, N_CTX, n_pages, N_BATCH, type_k, "f16")
 
 
 def row(cache: PagedCache, window: int, sequence: int) -> np.ndarray:
@@ -114,7 +114,7 @@ def test_windows_give_pages_back() -> None:
 
 
 def test_a_window_that_is_nearly_the_context_has_no_pages_of_its_own() -> None:
-    cache = PagedCache([Kept(0, 1), Kept(200, 1)], 32, 1, 256, 16, 64)
+    cache = PagedCache([Kept(0, 1, 32), Kept(200, 1, 32)], 1, 256, 16, 64)
     assert list(cache.pools) == [0]
 
 
@@ -123,7 +123,7 @@ def test_a_window_that_is_nearly_the_context_has_no_pages_of_its_own() -> None:
 def test_what_is_wasted(lengths: list[int]) -> None:
     """Positions in pages that hold none, at any mix of lengths: at most a page less one a sequence, so under 4 % of
     what is cached wherever sequences have 375 positions or more in the mean."""
-    cache = PagedCache([Kept(0, 1)], 32, len(lengths), 4096, len(lengths) * 4096 // PAGE, 512, "q8_0", "q8_0")
+    cache = PagedCache([Kept(0, 1, 32)], len(lengths), 4096, len(lengths) * 4096 // PAGE, 512, "q8_0", "q8_0")
     for sequence, length in enumerate(lengths):
         cache.grow(sequence, length)
     cached = cache.used_bytes // cache.token_bytes
@@ -134,7 +134,7 @@ def test_what_is_wasted(lengths: list[int]) -> None:
 
 
 def test_forks_hold_one_copy() -> None:
-    cache = PagedCache([Kept(0, 1)], 32, 8, 1024, 512, 512, "q8_0", "q8_0")
+    cache = PagedCache([Kept(0, 1, 32)], 8, 1024, 512, 512, "q8_0", "q8_0")
     cache.grow(0, 1000)
     alone = cache.used_bytes
     for target in range(1, 8):
@@ -143,7 +143,7 @@ def test_forks_hold_one_copy() -> None:
 
 
 def test_pages_of_others_are_wiped() -> None:
-    cache = PagedCache([Kept(0, 1)], 32, 2, 64, 4, 64)
+    cache = PagedCache([Kept(0, 1, 32)], 2, 64, 4, 64)
     cache.grow(0, 64)
     cache.pools[0].data[:] = 1
     cache.truncate(0, 0)

@@ -27,7 +27,14 @@ TOKENS = np.random.default_rng(3).integers(6, 370, 90).tolist()  # past llama-3'
 N_CTX = 128
 # Of these llama.cpp ignores the window, or wants more layers before it heeds windows or norms q and k.
 UNLIKE_LLAMA_CPP = ("phi3", "starcoder2", "command-r-plus", "exaone4-windows")
-KNOWN_PARTS = ("exaone4", "exaone4-windows", "seed-oss", "ernie4.5", "glm")  # which other families have as well
+KNOWN_PARTS = (
+    "exaone4",
+    "exaone4-windows",
+    "seed-oss",
+    "ernie4.5",
+    "gemma4",
+    "glm",
+)  # which other families have as well
 
 
 def near(logits: np.ndarray, expected: np.ndarray, share: float) -> bool:

@@ -51,16 +51,19 @@ def build(
     type_v: str,
     norm: str = "rms",
     first: str = "norm",
+    values: str = "as they are",
 ) -> Callable[[int, int, int], None]:
     """A kernel for one shape of heads; units of work are (token, head).
 
-    first:  whether "norm" or "rope" comes first
+    first:   whether "norm" or "rope" comes first
+    values:  "norm": heads of v are normed, without a weight
     """
     heads, heads_kv, dim, rotated = int(n_head), int(n_head_kv), int(head_dim), int(n_rot)
     apply_norm = emitted(isa, 3, lambda e, x, weight, a: _norm(e, dim, norm == "layer", x, weight, a))
     rotate = emitted(isa, 2, lambda e, x, angles: _rotate(e, rotated, style, x, angles))
     scale = emitted(isa, 2, lambda e, x, factor: _scale(e, dim, x, factor))
-    rotates_first = first == "rope"
+    norm_value = emitted(isa, 2, lambda e, x, a: _norm(e, dim, False, x, None, a))
+    rotates_first, norms_values = first == "rope", values == "norm"
     kind_k, kind_v = CACHE_TYPES[type_k], CACHE_TYPES[type_v]
     spread = emitted(isa, 1, lambda e, x: rotate_head(e, dim, x))
     write_key = emitted(isa, 3, lambda e, *a: write(e, kind_k, "k", dim, *a))
@@ -104,6 +107,8 @@ def build(
                 if refined and position < PAGE:
                     write_key(x, word(a, 7) + int32_at(word(a, 5), row - 1) * word(a, 9) + inner, place)
             else:
+                if norms_values:
+                    norm_value(x, a)
                 if spread_values:
                     spread(x)
                 inner = (head - heads - heads_kv) * head_bytes
@@ -117,7 +122,7 @@ def _vector(e: Emitter, length: int) -> ir.VectorType:
     return ir.VectorType(F32, math.gcd(e.lanes, length))
 
 
-def _norm(e: Emitter, dim: int, centred: bool, x: Value, weight: Value, arguments: Value) -> None:
+def _norm(e: Emitter, dim: int, centred: bool, x: Value, weight: Value | None, arguments: Value) -> None:
     """x *= weight / sqrt(mean(x**2) + eps), less its mean first where it is to be centred."""
     vector = _vector(e, dim)
     total = e.var(e.zero(vector))
@@ -137,7 +142,8 @@ def _norm(e: Emitter, dim: int, centred: bool, x: Value, weight: Value, argument
     scale = e.splat(e.b.fdiv(e.const(F32, 1.0), root), vector.count)
     with e.loop(0, dim, vector.count) as k:
         at = e.mul(k, 4)
-        e.store(e.b.fmul(e.b.fmul(e.load(vector, x, at), scale), e.load(vector, weight, at)), x, at)
+        value = e.b.fmul(e.load(vector, x, at), scale)
+        e.store(value if weight is None else e.b.fmul(value, e.load(vector, weight, at)), x, at)
 
 
 def _rotate(e: Emitter, rotated: int, style: str, x: Value, angles: Value) -> None:

@@ -42,6 +42,8 @@ ARGUMENTS = (
     "source_private",  # bytes between the threads' own copies of the merged source
     "bias",  # float32 (n_cols) of a layer norm
     "post_bias",
+    "up_stride",  # bytes from an up row to the next
+    "post_scale",  # float32 bits: what source is multiplied by when post has been added
     "sinks",  # float32 (n_head): scores of a position without value, for "merge" where the family has one
 )
 
@@ -103,9 +105,9 @@ def build(
                 for head in range(heads):
                     parts = word(a, 14) + (i * heads + head) * word(a, 15) * record
                     last = (end - 1) // CHUNK + 1
-                    merge(parts, begin // CHUNK, last, x + head * dim * 4, word(a, 21) + head * 4)
+                    merge(parts, begin // CHUNK, last, x + head * dim * 4, word(a, 23) + head * 4)
             elif gates:
-                weight += row * word(a, 1)
+                weight += row * word(a, 21)
             out, words = word(a, 6) + thread * private, word(a, 7) + thread * private
             if converts:
                 convert(x, weight, word(a, 3), a, out, words, i)
@@ -156,10 +158,11 @@ def _argument(e: Emitter, kind: Any, arguments: Value, name: str) -> Value:
 def _add_post(e: Emitter, norm: str, x: Value, post: Value, weight: Value, n_cols: Value, arguments: Value) -> None:
     normed = normer(e, norm, post, n_cols, _argument(e, F32, arguments, "eps"))
     bias = _argument(e, I64, arguments, "post_bias")
+    scale = e.splat(_argument(e, F32, arguments, "post_scale"))
     with e.loop(0, n_cols, e.lanes) as k:
         at = e.mul(k, 4)
         value = normed(e.load(e.vf, post, at), weight, bias, at)
-        e.store(e.b.fadd(e.load(e.vf, x, at), value), x, at)
+        e.store(e.b.fmul(e.b.fadd(e.load(e.vf, x, at), value), scale), x, at)
 
 
 def _renorm(e: Emitter, norm: str, x: Value, weight: Value, n_cols: Value, arguments: Value) -> None:
