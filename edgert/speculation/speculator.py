@@ -28,6 +28,7 @@ MEMORY = 1 << 16  # tokens of ended requests that are remembered
 PATIENCE = 10  # steps without anything found, after which it is looked for ever more seldom
 SELDOM = 16  # steps from one search to the next, at most
 APART = 16  # of so many rounds one is measured in its parts, and goes a little further than pays
+LATE = 4  # steps that are learned from together, at most
 CURIOUS = 0.7  # times the chance with which guessing goes on in other rounds
 LONG_ENOUGH = 5  # agreeing tokens in the present text with which no other text is asked
 # Classes of guesses: by how many tokens agreed before an n-gram's, by the draft model's own probability of its token.
@@ -113,6 +114,7 @@ class Speculator:
         self._began = self.checking_began = 0.0  # the present step, and in it the target's part
         self._n_rounds = 0
         self._curious = False
+        self._late: list[tuple[float, list[tuple[Request, Guesses, int, int]]]] = []  # steps to learn from
         self._known_stakes: dict[tuple[bool, int, int, frozenset[int]], tuple[int, Stakes]] = {}
 
     def pace(self, n: int) -> float:
@@ -146,6 +148,7 @@ class Speculator:
             if task.guessing is None:
                 greedy = task.options.sampling.temperature == 0
                 task.guessing = Request(not greedy, self.costs[1])
+            task.guessing.now = Guesses()
             limit = min(self.most, room, task.most_guesses)
             count = self._guess(task, task.guessing, rows, pace, limit, together) if limit > 0 else 0
             counts.append(count)
@@ -154,8 +157,7 @@ class Speculator:
         return counts
 
     def _guess(self, task: Generation, request: Request, rows: int, pace: float, limit: int, together: bool) -> int:
-        request.now = now = Guesses()
-        began, slot = perf_counter(), task.slot
+        now, began, slot = request.now, perf_counter(), task.slot
         draft, ngram = request.sources["draft"], request.sources["ngram"]
         draft_ready = self.model is not None and (draft.ready or self.least > 0)
         search = bool(self.texts) and not request.unsearched and (ngram.ready or self.least > 0)
@@ -294,20 +296,39 @@ class Speculator:
         return count, best
 
     def learn(self, tasks: Sequence[Generation], counts: Sequence[int]) -> None:
-        """Takes in a step that has ended: how long it took, and what was accepted."""
+        """Takes in a step that has ended: how long it took, and what was accepted.
+
+        Steps that were walked in one go wait for others, to be taken in together while the caches hold what it takes.
+        """
         seconds = perf_counter() - self._began
-        n, rows, guessed = len(tasks), len(tasks) + sum(counts), sum(counts)
-        making = sum(task.guessing.now.seconds for task in tasks if task.guessing)
-        self.costs.learn(rows, seconds - making)
-        extra = self.costs[rows] - self.costs[n]
+        found = [
+            (task.guessing, task.guessing.now, count, task.n_accepted)
+            for task, count in zip(tasks, counts, strict=True)
+            if task.guessing
+        ]
+        self._late.append((seconds, found))
+        if len(self._late) < LATE and len(found) == 1 and found[0][1].making < 1 and found[0][2]:
+            return
+        late, self._late = self._late, []
+        for seconds, found in late:
+            self._take_in(seconds, found)
+        if not sum(counts) and not self.least:
+            drafts, searches = self.model is not None, bool(self.texts)
+            self._idle = min((request.idle_steps(drafts, searches) for request, *_ in found), default=0)
+            for request, *_ in found:
+                request.rest(self._idle)
+
+    def _take_in(self, seconds: float, found: Sequence[tuple[Request, Guesses, int, int]]) -> None:
+        """Learns from a step: of each request what it had at stake, how many guesses were checked, how many right."""
+        n, guessed = len(found), sum(count for _, _, count, _ in found)
+        self.costs.learn(n + guessed, seconds - sum(now.seconds for _, now, _, _ in found))
+        extra = self.costs[n + guessed] - self.costs[n]
         plain = n / self.costs[n]
         made = 0
-        for task, count in zip(tasks, counts, strict=True):
-            request, accepted = task.guessing, task.n_accepted
+        for request, now, count, accepted in found:
             made += accepted + 1
-            if request is None or not request.now.source:
+            if not now.source:
                 continue
-            now = request.now
             if not self.least:
                 share = extra * count / guessed if guessed else 0.0
                 request.sources[now.source].learn(accepted, now.seconds + share, plain, sure=count > 0)
@@ -316,12 +337,6 @@ class Speculator:
                 odds.learn(kind, i < accepted)
         tokens, of = self._paces.get(n, (0.0, 0.0))
         self._paces[n] = 0.98 * tokens + made, 0.98 * of + seconds
-        if not guessed and not self.least:
-            requests = [task.guessing for task in tasks if task.guessing]
-            drafts, searches = self.model is not None, bool(self.texts)
-            self._idle = min((request.idle_steps(drafts, searches) for request in requests), default=0)
-            for request in requests:
-                request.rest(self._idle)
 
     def remember(self, slot: Slot, start: int) -> None:
         """Keeps a text that has ended, from token `start` on."""
