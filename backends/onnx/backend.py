@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from edgert.backends.base import Backend, Batch, OnInput, Verdict, of_wanted
 from edgert.backends.onnx import providers
+from edgert.backends.onnx.embedding import Embedding
 from edgert.backends.onnx.footprint import footprint
 from edgert.backends.onnx.providers import CPU, Device
 from edgert.backends.onnx.runner import FusedRunner, Runner, StaticRunner
@@ -63,10 +64,8 @@ class OnnxBackend(Backend):
         n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
         self.n_cached = n_cached or self.n_ctx * n_seq_max
         _check_fit(file, a, self.n_ctx, self.n_cached)
-        embedding = file.tensor("token_embd.weight")
-        self._rows, self._format = embedding.data, embedding.format
         folder = ModelFolder(file, a)
-        arguments = folder, a, found, self.n_ctx, n_seq_max, n_threads
+        arguments = folder, a, Embedding(file, a), found, self.n_ctx, n_seq_max, n_threads
         fused = found.provider.profile == "fused"
         if observable and not fused:
             raise BackendUnavailableError(f"What products read on {found.name} stays there: choose --device cpu.")
@@ -76,7 +75,7 @@ class OnnxBackend(Backend):
         self._lengths = [0] * n_seq_max
         self._logits = np.empty((1, self.n_vocab), np.float32)
         # Of a single token, the usual step: the same memory each time, which stays bound.
-        self._row, self._first = np.empty((1, self.architecture.n_embd), np.float32), np.zeros(1, np.int64)
+        self._token, self._first = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._one = np.empty((1, self.n_vocab), np.float32)
         self.capabilities = frozenset({"fork", "truncate", "batch", "session"})
         if observable:
@@ -118,16 +117,13 @@ class OnnxBackend(Backend):
         )
 
     def extend(self, tokens: Sequence[int], position: int, sequence: int) -> NDArray[np.float32]:
-        if len(tokens) != 1:
-            return super().extend(tokens, position, sequence)
-        runner, token = self._open(), tokens[0]
-        self._check(1, token, token, sequence, sequence)
-        if position != self._lengths[sequence]:
-            raise self._gap(sequence)
-        self._check_room(position + 1, 1)
-        self._embed(self._rows[token : token + 1], self._row)
-        runner.run(sequence, self._row, position, self._first, self._one)
-        self._lengths[sequence] += 1
+        fits = len(tokens) == 1 and 0 <= sequence < self.n_seq_max and position == self._lengths[sequence] < self.n_ctx
+        if not fits or not 0 <= tokens[0] < self.n_vocab or sum(self._lengths) >= self.n_cached:
+            return super().extend(tokens, position, sequence)  # or its error
+        # The usual step, in few calls: after the weights have passed, nothing of this is in the processor's caches.
+        self._token[0] = tokens[0]
+        self._open().run(sequence, self._token, position, self._first, self._one)
+        self._lengths[sequence] = position + 1
         return self._one
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
@@ -139,12 +135,11 @@ class OnnxBackend(Backend):
         logits = self._logits[:n_wanted]
         row_of = np.cumsum(batch.wanted) - 1  # of the result, by place in the batch
         for sequence, places in runs.items():
-            x = np.empty((len(places), self.architecture.n_embd), np.float32)
-            self._embed(self._rows[batch.tokens[places]], x)
+            tokens = batch.tokens[places].astype(np.int64)
             wanted = np.flatnonzero(batch.wanted[places])
             whole = len(places) == n
             out = logits if whole else np.empty((len(wanted), self.n_vocab), np.float32)
-            runner.run(sequence, x, self._lengths[sequence], wanted, out)
+            runner.run(sequence, tokens, self._lengths[sequence], wanted, out)
             self._lengths[sequence] += len(places)
             if not whole:
                 logits[row_of[places[wanted]]] = out
@@ -157,17 +152,12 @@ class OnnxBackend(Backend):
         self._runs(batch)
         for part, one in batch.whole(WHOLE):
             for sequence, places in self._runs(one).items():
-                x = np.empty((len(places), self.architecture.n_embd), np.float32)
-                self._embed(self._rows[one.tokens[places]], x)
-                seen = runner.observe(sequence, x, self._lengths[sequence])
+                tokens = one.tokens[places].astype(np.int64)
+                seen = runner.observe(sequence, tokens, self._lengths[sequence])
                 self._lengths[sequence] += len(places)
                 see = of_wanted(on_input, batch.wanted[part][places])
                 for group, rows in seen.items():
                     see(members(self.architecture, group), rows)
-
-    def _embed(self, rows: NDArray[np.uint8], x: NDArray[np.float32]) -> None:
-        """Rows of the table as the first layer reads them, written to x (n, n_embd)."""
-        np.multiply(self._format.dequantize(rows), np.float32(self.architecture.embedding_scale), out=x)
 
     def _check(self, n: int, low_token: int, high_token: int, low_sequence: int, high_sequence: int) -> None:
         if not 0 < n <= self.n_batch:

@@ -1,8 +1,8 @@
 """The ONNX graphs of a model, lowered from its Architecture; needs onnx and numpy, no torch.
 
 `fused` is for the CPU provider: any number of tokens, attention in one operator that updates the cache in place.
-`static` is for NPUs: fixed shapes, attention of plain products, only the new keys and values come out. Both take
-embedding rows, so that the table stays in the GGUF file, and weights of one file of external data.
+`static` is for NPUs: fixed shapes, attention of plain products, only the new keys and values come out. It takes
+embedding rows, so that the table stays in the GGUF file. Both take weights of one file of external data.
 """
 
 from __future__ import annotations
@@ -103,22 +103,23 @@ class Builder:
             self.initializers[name] = helper.make_tensor(name, TensorProto.FLOAT, [], [value])
         return name
 
-    def weight(self, name: str) -> str:
-        """A tensor of the weights file."""
-        if name not in self.initializers:
+    def weight(self, name: str, shape: Sequence[int] = (), alias: str = "") -> str:
+        """A tensor of the weights file; under another name it can have another shape as well."""
+        alias = alias or name
+        if alias not in self.initializers:
             entry = self.weights.entries[name]
             tensor = TensorProto()
-            tensor.name = name
+            tensor.name = alias
             tensor.data_type = helper.np_dtype_to_tensor_dtype(np.dtype(entry.dtype))
-            tensor.dims.extend(entry.shape)
+            tensor.dims.extend(shape or entry.shape)
             if self.small and not self.style.outside:
                 tensor.raw_data = self.weights.values(name)
             else:
                 tensor.data_location = TensorProto.EXTERNAL
                 for key, value in (("location", DATA), ("offset", entry.offset), ("length", entry.n_bytes)):
                     tensor.external_data.add(key=key, value=str(value))
-            self.initializers[name] = tensor
-        return name
+            self.initializers[alias] = tensor
+        return alias
 
     def model(self, name: str) -> onnx.ModelProto:
         """The graph with all that was added."""
@@ -217,11 +218,11 @@ class Fused(Builder):
     """GroupQueryAttention with a cache of any length; residual sums and norms in one node."""
 
     def build(self) -> onnx.ModelProto:
-        """Inputs: x (n, n_embd), wanted int64 (w), total int32 (), lengths int32 (1) = total - 1, cos.i and sin.i
+        """Inputs: tokens int64 (n), or x (n, n_embd) where the head is no table of embeddings; wanted int64 (w), total int32 (), lengths int32 (1) = total - 1, cos.i and sin.i
         (positions, n_dims / 2), k.i and v.i (1, n_head_kv, positions, head_dim); outputs: logits (w, n_vocab),
         new_k.i and new_v.i, which may be bound to the inputs' memory."""
         a = self.a
-        x = self.input("x", ["n", a.n_embd])
+        x = self._embeddings()
         wanted = self.input("wanted", ["w"], TensorProto.INT64)
         self.input("total", [], TensorProto.INT32)
         self.input("lengths", [1], TensorProto.INT32)
@@ -244,6 +245,19 @@ class Fused(Builder):
             h, x = self._skip_norm(y, x, following)
         self.output(self.head(h, "w"), "logits", ["w", a.n_vocab])
         return self.model("fused")
+
+    def _embeddings(self) -> str:
+        """Looked up here where that is possible: between two steps, with cold caches, numpy takes long for it."""
+        a, table = self.a, self.weights.table(self.a)
+        if table is None:
+            return self.input("x", ["n", a.n_embd])
+        tokens = self.input("tokens", ["n"], TensorProto.INT64)
+        # Names of their own: what MatMulNBits lays out anew is not kept as it was.
+        codes = self.weight(f"{table.name}.codes", (table.n_rows, table.n_cols * table.bits // 8), "embeddings.codes")
+        scales = self.weight(f"{table.name}.scales", alias="embeddings.scales")
+        sizes = {"bits": table.bits, "block_size": table.block_size, "gather_axis": 0, "quantize_axis": 1}
+        x = self.node("GatherBlockQuantized", [codes, tokens, scales], domain=MICROSOFT, **sizes)
+        return x if a.embedding_scale == 1 else self.node("Mul", [x, self.scalar(float(np.float32(a.embedding_scale)))])
 
     def _skip_norm(self, y: str, x: str, weight: str) -> tuple[str, str]:
         """The norm of x + y, and the sum."""

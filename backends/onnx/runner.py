@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.backends.onnx.compiled import Compiled, compiled
+from edgert.backends.onnx.embedding import Embedding
 from edgert.backends.onnx.graph import Fused, Observed, rope_rows, rope_table, ropes, windows
 from edgert.backends.onnx.providers import Device, runtime
 from edgert.backends.onnx.static_graph import HIDDEN, Head, Static
@@ -17,6 +18,7 @@ from edgert.backends.onnx.store import ModelFolder
 from edgert.quantize.architecture import Architecture
 
 Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
 CHUNK = 128  # tokens of a static prefill
 LEAST_CHUNK = 12  # so many tokens are worth a chunk that is mostly padding
 BUCKETS = (512, 2048, 8192, 32768, 131072)  # room of static caches
@@ -26,17 +28,24 @@ class Runner(ABC):
     """A model on a device: n_seq_max caches and what computes them."""
 
     def __init__(
-        self, folder: ModelFolder, a: Architecture, device: Device, n_ctx: int, n_seq_max: int, n_threads: int
+        self,
+        folder: ModelFolder,
+        a: Architecture,
+        embedding: Embedding,
+        device: Device,
+        n_ctx: int,
+        n_seq_max: int,
+        n_threads: int,
     ) -> None:
-        self.folder, self.a, self.device = folder, a, device
+        self.folder, self.a, self.embedding, self.device = folder, a, embedding, device
         self.n_ctx, self.n_threads = n_ctx, n_threads
         self.sessions: dict[str, Compiled] = {}
         self.keys: list[list[Floats]] = [[] for _ in range(n_seq_max)]  # by sequence and layer
         self.values: list[list[Floats]] = [[] for _ in range(n_seq_max)]
 
     @abstractmethod
-    def run(self, sequence: int, x: Floats, position: int, wanted: NDArray[np.int64], logits: Floats) -> None:
-        """Computes tokens (n, n_embd) at `position` on; writes the logits of the wanted ones (rows, n_vocab)."""
+    def run(self, sequence: int, tokens: Ints, position: int, wanted: Ints, logits: Floats) -> None:
+        """Computes tokens (n,) at `position` on; writes the logits of the wanted ones (rows, n_vocab)."""
 
     @abstractmethod
     def cached(self, sequence: int, length: int) -> Iterator[Floats]:
@@ -74,7 +83,10 @@ class FusedRunner(Runner):
         positions = np.arange(self.n_ctx)
         self._tables = [table for rope in ropes(self.a) for table in rope_table(rope, positions)]
         self._bindings: dict[int, Any] = {}
-        self._bound: dict[int, tuple[Floats, NDArray[np.int64], Floats]] = {}  # what each binding has last been given
+        # Bindings with what they were last given for a step.
+        self._bound: dict[int, tuple[Any, NDArray[Any], Ints, Floats]] = {}
+        self._looks_up = self.folder.weights.table(self.a) is not None
+        self._row = np.empty((1, self.a.n_embd), np.float32)  # of a single token: the same memory stays bound
         self._total, self._length = np.zeros((), np.int32), np.zeros(1, np.int32)
 
     def _binding(self, sequence: int) -> Any:
@@ -99,29 +111,36 @@ class FusedRunner(Runner):
         binding.bind_ortvalue_input("lengths", _value(self._length))
         return binding
 
-    def run(self, sequence: int, x: Floats, position: int, wanted: NDArray[np.int64], logits: Floats) -> None:
-        binding = self._binding(sequence)
+    def run(self, sequence: int, tokens: Ints, position: int, wanted: Ints, logits: Floats) -> None:
+        read = tokens if self._looks_up else self._read(tokens)
         bound = self._bound.get(sequence)
-        if bound is None or bound[0] is not x or bound[1] is not wanted or bound[2] is not logits:
-            self._bind_step(binding, x, wanted, logits)
-            self._bound[sequence] = x, wanted, logits
-        self._step(binding, position + len(x))
+        if bound is None or bound[1] is not read or bound[2] is not wanted or bound[3] is not logits:
+            bound = self._bound[sequence] = self._binding(sequence), read, wanted, logits
+            self._bind_step(*bound)
+        self._step(bound[0], position + len(tokens))
 
-    def observe(self, sequence: int, x: Floats, position: int) -> dict[str, Floats]:
+    def _read(self, tokens: Ints) -> NDArray[Any]:
+        """What the graph reads: the tokens, or their embeddings where it has no table of them."""
+        if self._looks_up:
+            return tokens
+        x = self._row if len(tokens) == 1 else np.empty((len(tokens), self.a.n_embd), np.float32)
+        self.embedding.write(tokens, x)
+        return x
+
+    def observe(self, sequence: int, tokens: Ints, position: int) -> dict[str, Floats]:
         """Computes tokens at `position` on, all of them wanted: what each group of matrices reads."""
         self._binding(sequence)  # with its cache
-        binding, n = self._bind(sequence), len(x)
+        binding, n, read = self._bind(sequence), len(tokens), self._read(tokens)
         seen = {name: np.empty((n, ms[0].n_cols), np.float32) for name, ms in self.folder.weights.groups.items()}
         for name, array in seen.items():
             binding.bind_ortvalue_output(f"seen.{name}", _value(array))
         wanted, logits = np.arange(n), np.empty((n, self.a.n_vocab), np.float32)  # alive until the step is done
-        self._bind_step(binding, x, wanted, logits)
+        self._bind_step(binding, read, wanted, logits)
         self._step(binding, position + n)
         return seen
 
-    @staticmethod
-    def _bind_step(binding: Any, x: Floats, wanted: NDArray[np.int64], logits: Floats) -> None:
-        binding.bind_ortvalue_input("x", _value(x))
+    def _bind_step(self, binding: Any, read: NDArray[Any], wanted: Ints, logits: Floats) -> None:
+        binding.bind_ortvalue_input("tokens" if self._looks_up else "x", _value(read))
         binding.bind_ortvalue_input("wanted", _value(wanted))
         binding.bind_ortvalue_output("logits", _value(logits))
 
@@ -169,8 +188,9 @@ class StaticRunner(Runner):
             caches[:] = new
         return size
 
-    def run(self, sequence: int, x: Floats, position: int, wanted: NDArray[np.int64], logits: Floats) -> None:
-        done = 0
+    def run(self, sequence: int, tokens: Ints, position: int, wanted: Ints, logits: Floats) -> None:
+        x, done = np.empty((len(tokens), self.a.n_embd), np.float32), 0
+        self.embedding.write(tokens, x)
         while done < len(x):
             left = len(x) - done
             n = min(left, CHUNK) if left >= LEAST_CHUNK else 1
@@ -183,9 +203,9 @@ class StaticRunner(Runner):
         sequence: int,
         x: Floats,
         position: int,
-        wanted: NDArray[np.int64],
+        wanted: Ints,
         logits: Floats,
-        rows: NDArray[np.int64],
+        rows: Ints,
     ) -> None:
         a, n = self.a, len(x)
         width = 1 if n == 1 else CHUNK

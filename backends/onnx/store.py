@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-VERSION = 1  # of the graphs and of the weights' layout
+VERSION = 2  # of the graphs and of the weights' layout
 
 
 def root() -> Path:

@@ -68,6 +68,11 @@ class Weights:
             file.seek(entry.offset)
             return file.read(entry.n_bytes)
 
+    def table(self, a: Architecture) -> Matrix | None:
+        """The head, where its rows are the embeddings as well and codes and scales say all of them."""
+        matrix = self.groups["output"][0]
+        return matrix if a.tied_head and matrix.bits and not matrix.has_rest else None
+
     @property
     def n_bytes(self) -> int:
         return sum(entry.n_bytes for entry in self.entries.values())

@@ -2,10 +2,12 @@
 
     python tests/bench/onnx_overhead.py MODEL [-t 1,2] [-p 512] [-n 64] [-r 5]
 
-`bare` runs the same graph with all memory bound once and nothing read or checked between the steps: the most that
-ONNX Runtime does with exact weights. `rounded` does so with a graph as its own tools make it, where the minimum of a
-block is rounded to an integer zero point: fewer operators, other weights. `llama.cpp` runs llama-bench's loop, without
-AMX. Each side has a process of its own, since waiting threads spin; one run of each in turn, A B A B; medians.
+`bare` runs edgert's own session, in its process, with all memory bound once and nothing read or checked between the
+steps: the most that ONNX Runtime does with exact weights. (Two sessions of one graph differ by 5 %, by where their
+weights come to lie.) `rounded` does so with a graph as its own tools make it, where the minimum of a block is rounded
+to an integer zero point: fewer operators, other weights. `llama.cpp` runs llama-bench's loop, without AMX. These two
+have processes of their own, since waiting threads spin; one run of each in turn, A B B A; medians,
+of rates and of the ratios within a round.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from typing import Any
 import click
 import numpy as np
 
-SIDES = ("edgert", "bare", "rounded", "llama.cpp")
+PROCESSES = ("edgert", "bare"), ("rounded",), ("llama.cpp",)
+SIDES = sum(PROCESSES, ())
 PAUSE = 0.05  # seconds for the threads of the side before to fall asleep
+Clear = Callable[[], object]
 Step = Callable[[list[int], int], object]
 
 
@@ -66,28 +70,16 @@ def rounded(folder: Any, a: Any) -> bytes:
 
 
 class Bare:
-    """ONNX Runtime alone: a graph and a cache, bound once."""
+    """ONNX Runtime alone: a session and a cache, bound once."""
 
-    def __init__(self, path: Path, n_ctx: int, n_threads: int, exact: bool) -> None:
+    def __init__(self, session: Any, a: Any, n_ctx: int) -> None:
         import onnxruntime as ort
 
         from edgert.backends.onnx.graph import rope_table, ropes
-        from edgert.backends.onnx.store import ModelFolder
-        from edgert.quantize.architecture import describe
-        from edgert.quantize.gguf_file import GGUFFile
 
-        file = GGUFFile.open(path)
-        a = describe(file)
-        folder = ModelFolder(file, a)
-        graph = folder.path / "fused-n1a4.onnx"
-        if not exact:
-            graph = folder.path / "rounded.onnx"
-            graph.write_bytes(rounded(folder, a))
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = n_threads
-        self._session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+        self._session = session
         self._value = ort.OrtValue.ortvalue_from_numpy
-        self._binding = self._session.io_binding()
+        self._binding = session.io_binding()
         self._held: list[Any] = []
         for i in range(a.n_layer):
             for part in "kv":
@@ -99,7 +91,9 @@ class Bare:
         self._total, self._length = np.zeros((), np.int32), np.zeros(1, np.int32)
         self._bind("total", self._total)
         self._bind("lengths", self._length)
-        self._rows = np.random.default_rng(0).standard_normal((512, a.n_embd), np.float32)
+        rng = np.random.default_rng(0)
+        self._read = {"tokens": rng.integers(0, 256, 512), "x": rng.standard_normal((512, a.n_embd), np.float32)}
+        self._name = session.get_inputs()[0].name
         self._logits = np.zeros((1, a.n_vocab), np.float32)
         self._n = 0
 
@@ -113,47 +107,64 @@ class Bare:
         n = len(tokens)
         if n != self._n:
             self._n = n
-            self._bind("x", self._rows[:n])
+            self._bind(self._name, self._read[self._name][:n])
             self._bind("wanted", np.array([n - 1]))
             self._binding.bind_ortvalue_output("logits", self._value(self._logits))
         self._total[()], self._length[0] = position + n, position + n - 1
         self._session.run_with_iobinding(self._binding)
 
 
-def side(name: str, path: Path, n_ctx: int, n_threads: int) -> tuple[Callable[[], object], Step]:
-    """What empties a side's context, and what runs tokens behind so many."""
-    if name == "edgert":
-        from edgert.backends.onnx.backend import OnnxBackend
-        from edgert.quantize.gguf_file import GGUFFile
-
-        backend = OnnxBackend(GGUFFile.open(path), n_ctx=n_ctx, n_threads=n_threads, device="cpu")
-
-        def step(tokens: list[int], position: int) -> None:
-            if len(tokens) == 1:
-                backend.step(tokens[0], 0)
-            else:
-                from edgert.backends.base import Batch
-
-                backend.forward(Batch.of(tokens, position))
-
-        return lambda: backend.free(0), step
-    if name == "llama.cpp":
+def engines(names: tuple[str, ...], path: Path, n_ctx: int, n_threads: int) -> dict[str, tuple[Clear, Step]]:
+    """By side: what empties its context, and what runs tokens behind so many."""
+    if names == ("llama.cpp",):
         import llama_overhead
 
-        bare = llama_overhead.Bare(path, n_ctx, n_threads)
-        return bare.clear, lambda tokens, position: bare.decode(
-            (bare.llama.llama_token * len(tokens))(*tokens), position
-        )
-    alone = Bare(path, n_ctx, n_threads, exact=name == "bare")
-    return lambda: None, alone.step
+        loop = llama_overhead.Bare(path, n_ctx, n_threads)
+        return {
+            "llama.cpp": (
+                loop.clear,
+                lambda tokens, at: loop.decode((loop.llama.llama_token * len(tokens))(*tokens), at),
+            )
+        }
+    from edgert.backends.base import Batch
+    from edgert.backends.onnx.backend import OnnxBackend
+    from edgert.quantize.gguf_file import GGUFFile
+
+    file = GGUFFile.open(path)
+    if names == ("rounded",):
+        import onnxruntime as ort
+
+        from edgert.backends.onnx.store import ModelFolder
+        from edgert.quantize.architecture import describe
+
+        a = describe(file)
+        folder = ModelFolder(file, a)
+        graph = folder.path / "rounded.onnx"
+        graph.write_bytes(rounded(folder, a))
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = n_threads
+        session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+        return {"rounded": (lambda: None, Bare(session, a, n_ctx).step)}
+    backend = OnnxBackend(file, n_ctx=n_ctx, n_threads=n_threads, device="cpu")
+
+    def step(tokens: list[int], position: int) -> None:
+        if len(tokens) == 1:
+            backend.step(tokens[0], 0)
+        else:
+            backend.forward(Batch.of(tokens, position))
+
+    runner: Any = backend._runner
+    bare = Bare(runner.sessions["fused"].session, backend.architecture, n_ctx)
+    return {"edgert": (lambda: backend.free(0), step), "bare": (lambda: None, bare.step)}
 
 
-def serve(name: str, path: str, n_ctx: str, n_threads: str) -> None:
+def serve(names: str, path: str, n_ctx: str, n_threads: str) -> None:
     """The other side of the pipe: runs each test that a line names, and answers with its seconds."""
-    clear, step = side(name, Path(path), int(n_ctx), int(n_threads))
+    sides = engines(tuple(names.split(",")), Path(path), int(n_ctx), int(n_threads))
     ids = np.random.default_rng(0).integers(0, 256, int(n_ctx)).tolist()
     for line in sys.stdin:
-        n, size = json.loads(line)
+        name, n, size = json.loads(line)
+        clear, step = sides[name]
         clear()
         start = time.perf_counter()
         for position in range(0, n, size):
@@ -177,33 +188,35 @@ def main(model: Path, threads: str, n_prompt: int, n_gen: int, repetitions: int)
     click.echo(f"|---:|---|{'---:|' * (2 * len(SIDES) - 1)}")
     for n_threads in map(int, threads.split(",")):
         arguments = [str(model), str(max(n_prompt, n_gen)), str(n_threads)]
-        processes = {
-            name: subprocess.Popen(
-                [sys.executable, __file__, "--side", name, *arguments],
+        processes = {}
+        for names in PROCESSES:
+            process = subprocess.Popen(
+                [sys.executable, __file__, "--side", ",".join(names), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
             )
-            for name in SIDES
-        }
+            processes |= dict.fromkeys(names, process)
 
         def run(name: str, test: tuple[int, int], processes: Any = processes) -> float:
             time.sleep(PAUSE)
-            processes[name].stdin.write(json.dumps(test) + "\n")
+            processes[name].stdin.write(json.dumps([name, *test]) + "\n")
             processes[name].stdin.flush()
             return float(processes[name].stdout.readline())
 
         for what, test in (("prefill", (n_prompt, min(n_prompt, 512))), ("decode", (n_gen, 1))):
             seconds = {name: [run(name, test)] for name in SIDES}  # the first warms up
-            for _ in range(repetitions):
-                for name in SIDES:
+            for i in range(repetitions):
+                for name in SIDES if i % 2 else SIDES[::-1]:
                     seconds[name].append(run(name, test))
             rates = [test[0] / statistics.median(seconds[name][1:]) for name in SIDES]
-            ratios = [f"{rates[0] / rate:.3f}" for rate in rates[1:]]
+            own = seconds[SIDES[0]][1:]
+            pairs = [[b / a for a, b in zip(own, seconds[name][1:], strict=True)] for name in SIDES[1:]]
+            ratios = [f"{statistics.median(pair):.3f}" for pair in pairs]
             cells = [str(n_threads), f"{what} {test[0]}", *(f"{rate:.1f}" for rate in rates), *ratios]
             click.echo(f"| {' | '.join(cells)} |")
-        for process in processes.values():
+        for process in {id(process): process for process in processes.values()}.values():
             process.stdin.close()
             process.wait()
 
