@@ -75,6 +75,7 @@ def places(request: Request, machine: Rates | None) -> list[Place]:
     a = describe(request.file)
     found = [_on_cpu(request, a, machine)]
     found += _on_gpus(request, a)
+    found += _on_llama(request, a)
     found += _on_onnx(request, a)
     return found
 
@@ -140,19 +141,19 @@ def _place(
     return Place(backend, device, memory, available, missing, most, remedy)
 
 
-def _remembered(file: GGUFFile, backend: str) -> tuple[float | None, float | None, str]:
-    """Prefill and decode rates of the file on a backend as `auto` measured them."""
+def _remembered(file: GGUFFile, backend: str, on_cpu: bool | None = None) -> tuple[float | None, float | None, str]:
+    """Prefill and decode rates of the file on a backend as `auto` measured them; on_cpu: there, or only elsewhere."""
     note = choice.remembered(file) or {}
     for trial in note.get("trials", []):
-        if trial.get("backend") == backend and trial.get("decode"):
+        here = on_cpu is None or (trial.get("device") == "CPU") == on_cpu
+        if trial.get("backend") == backend and here and trial.get("decode"):
             return trial["prefill"], trial["decode"], "measured when auto tried it"
     return None, None, f"its rates are not known until it has run: edgert bench --backend {backend}"
 
 
 def _on_gpus(request: Request, a: Architecture) -> list[Place]:
     """All GPUs together, as llama.cpp shares a model among them: as the installed build sees them, or the driver."""
-    from edgert.backends.llama import devices, library
-    from edgert.backends.llama.backend import KV_BITS
+    from edgert.backends.llama import devices, footprint, library
     from edgert.devices import gpus
 
     if "gpu" not in accelerators.present():
@@ -171,20 +172,20 @@ def _on_gpus(request: Request, a: Architecture) -> list[Place]:
         return []
     free = [int(gpu.memory_free) for gpu in known]
     name = ", ".join(gpu.name for gpu in known)
-    bits = [KV_BITS.get(kind or "f16", 16) for kind in request.types]
+    each = _element_bytes(request.types)
 
-    def cost(n: int, kinds: list[float] = bits) -> tuple[int, int, int]:
-        return devices.gpu_bytes(request.file, a, n * request.n_parallel, sum(kinds) / 2 / 8)
+    def cost(n: int) -> tuple[int, int, int]:
+        return footprint.gpu_bytes(request.file, a, n * request.n_parallel, each)
 
-    def needed(n: int, kinds: list[float] = bits) -> int:
-        return sum(cost(n, kinds)) + (len(free) - 1) * cost(n, kinds)[2] + _draft_bytes(request, n)
+    def needed(n: int) -> int:
+        return sum(cost(n)) + (len(free) - 1) * cost(n)[2] + _draft_bytes(request, n)
 
     weights, kv, buffers = cost(request.n_ctx)
     memory = _memory(Footprint(weights, kv, 0, buffers * len(free)), _draft_bytes(request, request.n_ctx))
     place = _place("llama", name, memory, sum(free), needed, a, request.n_ctx, {})
     n_positions = request.n_ctx * request.n_parallel
-    fit = devices.layers_that_fit(request.file, a, free, n_positions, sum(bits) / 2 / 8, devices.N_UBATCH)
-    prefill, decode, basis = _remembered(request.file, "llama")
+    fit = devices.layers_that_fit(request.file, a, free, n_positions, each, footprint.N_UBATCH)
+    prefill, decode, basis = _remembered(request.file, "llama", on_cpu=False)
     if not place.fits and fit:
         remedy = f"{fit} of {a.n_layer + 1} layers fit, the CPU runs the others; {place.remedy}"
     return [
@@ -198,6 +199,43 @@ def _on_gpus(request: Request, a: Architecture) -> list[Place]:
             remedy=remedy or place.remedy,
         )
     ]
+
+
+def _element_bytes(types: Types) -> float:
+    """Of llama.cpp's cache, keys and values in the mean."""
+    from edgert.backends.llama.backend import KV_BITS
+
+    return sum(KV_BITS.get(kind or "f16", 16) for kind in types) / 2 / 8
+
+
+def _on_llama(request: Request, a: Architecture) -> list[Place]:
+    """llama.cpp on the processor, where it is installed."""
+    if not choice.installed("llama"):
+        return []
+    from edgert.backends.llama import library
+    from edgert.backends.llama.footprint import copied_types, cpu_footprint
+    from edgert.backends.llama.offload import amx_known_to_fail
+
+    obstacle = remedy = ""
+    copied: set[str] = set()
+    try:
+        copied = copied_types(library.system_info(), ("AMX_INT8",) if amx_known_to_fail() else ())
+    except EdgertError as error:
+        obstacle, _, remedy = str(error).rpartition(": ")
+    each = _element_bytes(request.types)
+
+    def cost(n: int) -> Footprint:
+        return cpu_footprint(request.file, a, n, n * request.n_parallel, each, copied)
+
+    def needed(n: int) -> int:
+        return cost(n).total + _draft_bytes(request, n)
+
+    memory = _memory(cost(request.n_ctx), _draft_bytes(request, request.n_ctx))
+    available = probe.probe().memory_available + probe.process_memory()[0]
+    place = _place("llama", "cpu", memory, available, needed, a, request.n_ctx, {})
+    prefill, decode, basis = _remembered(request.file, "llama", on_cpu=True)
+    rates = {"prefill": prefill, "decode": decode, "basis": basis}
+    return [_changed(place, **rates, obstacle=obstacle, remedy=remedy or place.remedy)]
 
 
 def _on_onnx(request: Request, a: Architecture) -> list[Place]:

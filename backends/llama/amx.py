@@ -45,15 +45,23 @@ def works(library: Path, model: str) -> bool | None:
     library:  the file of llama.cpp's CPU kernels
     model:    path of a sound model to try it with
     """
+    found = known(library)
+    if found is None:
+        found = _try(model)
+        if found is not None:
+            Notes("llama-amx").put(_key(library), found)
+    return found
+
+
+def known(library: Path) -> bool | None:
+    """What was found out for a build; None: nothing yet."""
+    found = Notes("llama-amx").get(_key(library))
+    return None if found is None else bool(found)
+
+
+def _key(library: Path) -> str:
     facts = library.stat()
-    key = f"{library}:{facts.st_size}:{facts.st_mtime_ns}"
-    notes = Notes("llama-amx")
-    known = notes.get(key)
-    if known is None:
-        known = _try(model)
-        if known is not None:
-            notes.put(key, known)
-    return None if known is None else bool(known)
+    return f"{library}:{facts.st_size}:{facts.st_mtime_ns}"
 
 
 def _try(model: str) -> bool | None:

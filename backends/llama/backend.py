@@ -99,28 +99,20 @@ class LlamaBackend(Backend):
 
         Raises: BackendUnavailableError, ModelFileError, DoesNotFitError; ValueError for a wrong option.
         """
-        if flash_attn not in FLASH_ATTENTION:
-            raise ValueError(f"flash_attn is {flash_attn!r}; it is one of {', '.join(FLASH_ATTENTION)}")
-        if split_mode not in SPLIT_MODES:
-            raise RequestError("split_mode", f"is {split_mode!r}; it is one of {', '.join(SPLIT_MODES)}")
-        for name, value in (("cache_type_k", type_k), ("cache_type_v", type_v)):
-            if value not in KV_TYPES:
-                raise RequestError(name, f"is {value!r}; the llama backend has {', '.join(KV_TYPES)}")
+        _check_choices(flash_attn, split_mode, type_k, type_v)
         n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
         self._model: Any = None
         self._context: Any = None
-        self._llama = llama = library()
+        self._llama = library()
         if rpc:
-            devices.add_rpc_servers(llama, [rpc] if isinstance(rpc, str) else rpc)
-        bits = (KV_BITS[type_k] + KV_BITS[type_v]) / 2
+            devices.add_rpc_servers(self._llama, [rpc] if isinstance(rpc, str) else rpc)
         with validated(model) as file:
-            path = fspath(file.path)
+            path, names = fspath(file.path), list(file.tensors)
             fingerprint = _fingerprint(file)
-            names = list(file.tensors)
-            n_ctx = n_ctx or file.get(f"{file.architecture}.context_length", int)
-            n_cached = n_cached or n_ctx * n_seq_max
+            self.n_ctx = n_ctx or file.get(f"{file.architecture}.context_length", int)
+            self.n_cached = n_cached or self.n_ctx * n_seq_max
             offload = Offload.plan(
-                *(file, n_gpu_layers, n_cached, bits / 8),
+                *(file, n_gpu_layers, self.n_cached, (KV_BITS[type_k] + KV_BITS[type_v]) / 2 / 8),
                 device=device,
                 gpu_memory=gpu_memory,
                 n_ubatch=n_ubatch,
@@ -128,10 +120,39 @@ class LlamaBackend(Backend):
                 tensor_split=tensor_split,
                 main_gpu=main_gpu,
             )
-        if require and not offload.whole and device.strip().lower() != "cpu":
+        on_cpu = device.strip().lower() == "cpu"
+        if require and not offload.whole and not on_cpu:
             raise BackendUnavailableError(f"A GPU was required and {offload.why_not}: {offload.remedy}")
-        messages.clear()
+        self.n_batch, self.n_seq_max = min(n_batch, self.n_ctx), n_seq_max
+        self.capabilities = frozenset({"fork", "truncate", "batch", "session", "states"})
+        self._observer: Observer | None = None
+        if observable:
+            self.capabilities |= {"observe"}
+            self._observer = Observer(self._llama.ggml_backend_sched_eval_callback, names)
 
+        messages.clear()
+        self._open_model(path, use_extra_bufts, offload)
+        options = self._context_options(n_threads, min(n_ubatch, self.n_batch))
+        options.flash_attn_type = FLASH_ATTENTION[flash_attn]
+        options.type_k, options.type_v = KV_TYPES[type_k], KV_TYPES[type_v]
+        options.swa_full = swa_full
+        options.offload_kqv, options.op_offload = offload.n_layers > 0, not on_cpu
+        self._open_context(options)
+        self._buffers = messages.buffers()
+
+        cached = {"type_k": type_k, "type_v": type_v, "flash_attn": flash_attn}
+        made_by = {"backend": "llama", "llama-cpp-python": version(), "model": fingerprint}
+        self._session_facts: dict[str, Any] = {**made_by, **cached, "swa_full": swa_full}
+        details = {**cached, "n_ubatch": str(options.n_ubatch)}
+        self.verdict = self._judge(requested, offload, n_threads, details)
+        self._lengths = [0] * n_seq_max
+        self._cells = Cells(n_seq_max)
+        self._make_batch(self.n_batch)
+        self._view_address = 0
+        self._view = np.empty((0, self.n_vocab), np.float32)
+
+    def _open_model(self, path: str, use_extra_bufts: bool | None, offload: Offload) -> None:
+        """The weights, where the plan has them. Raises: DoesNotFitError, ModelFileError, in llama.cpp's words."""
         self._model = load_model(path, use_extra_bufts, offload)
         if not self._model:
             reason = messages.reason
@@ -141,76 +162,47 @@ class LlamaBackend(Backend):
                     "choose a smaller -ngl, or leave it out."
                 )
             raise ModelFileError(f"llama.cpp does not load {path}: {reason}")
-        self._vocab = llama.llama_model_get_vocab(self._model)
+        self._vocab = self._llama.llama_model_get_vocab(self._model)
+        self.n_vocab = int(self._llama.llama_vocab_n_tokens(self._vocab))
 
-        n_batch = min(n_batch, n_ctx)
-        options = llama.llama_context_default_params()
-        options.n_ctx = n_cached
-        options.n_batch = n_batch
-        options.n_ubatch = min(n_ubatch, n_batch)
-        options.n_seq_max = n_seq_max + 1  # one, for a moment, for the part of a sequence that is saved
+    def _context_options(self, n_threads: int, n_ubatch: int) -> Any:
+        """What every context of ours has: one pool of cells, states of each token, no counting of time."""
+        options = self._llama.llama_context_default_params()
+        options.n_ctx = self.n_cached
+        options.n_batch, options.n_ubatch = self.n_batch, n_ubatch
+        options.n_seq_max = self.n_seq_max + 1  # one, for a moment, for the part of a sequence that is saved
         options.n_threads = options.n_threads_batch = n_threads
-        options.flash_attn_type = FLASH_ATTENTION[flash_attn]
-        options.type_k, options.type_v = KV_TYPES[type_k], KV_TYPES[type_v]
-        options.swa_full = swa_full
         options.kv_unified = True
         options.pooling_type = 0  # none: states of each token
         options.no_perf = True
-        options.offload_kqv = offload.n_layers > 0
-        self._observer = Observer(llama.ggml_backend_sched_eval_callback, names) if observable else None
         if self._observer is not None:
             options.cb_eval = self._observer.callback
-        options.op_offload = device.strip().lower() != "cpu"
-        self._context = llama.llama_init_from_model(self._model, options)
+        return options
+
+    def _open_context(self, options: Any) -> None:
+        """Cache and scratch memory. Raises: DoesNotFitError."""
+        self._context = self._llama.llama_init_from_model(self._model, options)
         if not self._context:
             reason = messages.reason
             self.close()
             raise DoesNotFitError(
-                f"llama.cpp has no memory for a context of {n_ctx} positions ({reason}): "
+                f"llama.cpp has no memory for a context of {self.n_ctx} positions ({reason}): "
                 "choose a smaller -c/--ctx-size."
             )
-        self._memory = llama.llama_get_memory(self._context)
+        self._memory = self._llama.llama_get_memory(self._context)
         self._logits_address = function("llama_get_logits", ctypes.c_void_p, ctypes.c_void_p)
         self._states_address = function("llama_get_embeddings", ctypes.c_void_p, ctypes.c_void_p)
 
-        self.n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
-        self.n_ctx, self.n_cached = n_ctx, n_cached
-        self.n_batch = n_batch
-        self.n_seq_max = n_seq_max
-        self.capabilities = frozenset({"fork", "truncate", "batch", "session", "states"})
-        if observable:
-            self.capabilities |= {"observe"}
-        self._session_facts = {
-            "backend": "llama",
-            "llama-cpp-python": version(),
-            "model": fingerprint,
-            "type_k": type_k,
-            "type_v": type_v,
-            "flash_attn": flash_attn,
-            "swa_full": swa_full,
+    def _judge(self, requested: str, offload: Offload, n_threads: int, details: dict[str, str]) -> Verdict:
+        details |= {
+            "system_info": system_info(),
+            "n_gpu_layers": str(offload.n_layers),
+            "buffers": ", ".join(f"{where} {what} {size} MiB" for where, what, size in self._buffers),
         }
-        self.verdict = Verdict(
-            requested=requested,
-            backend="llama",
-            device=offload.device,
-            reason=f"llama-cpp-python {version()}, {n_threads} threads" + (f"; {offload.why}" if offload.why else ""),
-            details={
-                "system_info": system_info(),
-                "flash_attn": flash_attn,
-                "n_ubatch": str(options.n_ubatch),
-                "type_k": type_k,
-                "type_v": type_v,
-                "n_gpu_layers": str(offload.n_layers),
-                "buffers": ", ".join(f"{where} {what} {size} MiB" for where, what, size in messages.buffers()),
-                **({"amx": "off: this build of llama.cpp fails with it"} if amx_unused() else {}),
-            },
-        )
-        self._buffers = messages.buffers()
-        self._lengths = [0] * n_seq_max
-        self._cells = Cells(n_seq_max)
-        self._make_batch(n_batch)
-        self._view_address = 0
-        self._view = np.empty((0, self.n_vocab), np.float32)
+        if amx_unused():
+            details["amx"] = "off: this build of llama.cpp fails with it"
+        reason = f"llama-cpp-python {version()}, {n_threads} threads" + (f"; {offload.why}" if offload.why else "")
+        return Verdict(requested, "llama", offload.device, reason, details)
 
     def _make_batch(self, n_batch: int) -> None:
         """Arrays that llama.cpp reads in place, one llama_batch that points to them."""
@@ -478,6 +470,16 @@ class LlamaBackend(Backend):
     def __del__(self) -> None:
         if getattr(self, "_model", None):
             self.close()
+
+
+def _check_choices(flash_attn: str, split_mode: str, type_k: str, type_v: str) -> None:
+    if flash_attn not in FLASH_ATTENTION:
+        raise ValueError(f"flash_attn is {flash_attn!r}; it is one of {', '.join(FLASH_ATTENTION)}")
+    if split_mode not in SPLIT_MODES:
+        raise RequestError("split_mode", f"is {split_mode!r}; it is one of {', '.join(SPLIT_MODES)}")
+    for name, value in (("cache_type_k", type_k), ("cache_type_v", type_v)):
+        if value not in KV_TYPES:
+            raise RequestError(name, f"is {value!r}; the llama backend has {', '.join(KV_TYPES)}")
 
 
 def _fingerprint(file: GGUFFile) -> str:

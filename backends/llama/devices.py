@@ -5,11 +5,11 @@ from __future__ import annotations
 import bisect
 import ctypes
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from edgert.backends.llama.footprint import besides, head_bytes, kv_of_layer, layer_bytes
 from edgert.backends.llama.library import ggml_function
 from edgert.errors import BackendUnavailableError
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from edgert.quantize.gguf_file import GGUFFile
 
 KINDS = ("cpu", "gpu", "igpu", "accel")  # ggml_backend_dev_type
-N_UBATCH = 512  # tokens of a pass over the layers
-RESERVE = 512 << 20  # bytes of a GPU left to its driver's context and to scratch memory
 GPU_BUILD = "CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python"
 BUILDS = {
     "nvidia": f"{GPU_BUILD} llama-cpp-python",
@@ -133,34 +131,6 @@ def add_rpc_servers(llama: Any, endpoints: Sequence[str]) -> None:
         _servers.add(endpoint)
 
 
-def gpu_bytes(
-    file: GGUFFile, a: Architecture, n_positions: int, kv_bytes: float, n_ubatch: int = N_UBATCH
-) -> tuple[int, int, int]:
-    """Bytes of all layers and the head, of their cache, and of what each GPU needs besides (driver and scratch).
-
-    kv_bytes:  of one element of the cache
-    """
-    layers = sum(_layer_bytes(file, a, i) for i in range(a.n_layer))
-    return layers + _head_bytes(file, a), a.n_layer * _kv(a, n_positions, kv_bytes), RESERVE + _scratch(a, n_ubatch)
-
-
-def _layer_bytes(file: GGUFFile, a: Architecture, i: int) -> int:
-    return sum(file.tensor(name).n_bytes for name in a.layer_tensors(i))
-
-
-def _head_bytes(file: GGUFFile, a: Architecture) -> int:
-    return file.tensor("token_embd.weight" if a.tied_head else "output.weight").n_bytes
-
-
-def _kv(a: Architecture, n_positions: int, kv_bytes: float) -> int:
-    """Bytes of a layer's cache."""
-    return math.ceil(2 * a.n_head_kv * a.head_dim * n_positions * kv_bytes)
-
-
-def _scratch(a: Architecture, n_ubatch: int) -> int:
-    return 4 * n_ubatch * (a.n_vocab + 4 * a.n_embd + 2 * a.n_ff + 2 * a.n_head * a.head_dim)
-
-
 def layers_that_fit(
     file: GGUFFile,
     a: Architecture,
@@ -176,9 +146,9 @@ def layers_that_fit(
     kv_bytes:  of one element of the cache
     shares:    of each GPU, where they were given
     """
-    kv = _kv(a, n_positions, kv_bytes)
-    costs = [_head_bytes(file, a), *(_layer_bytes(file, a, i) + kv for i in reversed(range(a.n_layer)))]
-    room = [max(0, one - RESERVE - _scratch(a, n_ubatch)) for one in free]
+    kv = kv_of_layer(a, n_positions, kv_bytes)
+    costs = [head_bytes(file, a), *(layer_bytes(file, a, i) + kv for i in reversed(range(a.n_layer)))]
+    room = [max(0, one - besides(a, n_ubatch)) for one in free]
     if shares:
         return next((n for n in range(len(costs), 0, -1) if _shared(costs[:n], shares, room)), 0)
     n = 0

@@ -131,6 +131,12 @@ def amx_unused() -> bool:
     return _amx in ("fails", "refused")
 
 
+def amx_known_to_fail() -> bool:
+    """Whether AMX kernels would not be chosen, by what has been found out; nothing is tried for it."""
+    kernels = _kernels()
+    return amx_unused() or (kernels.exists() and amx.known(kernels) is False)
+
+
 def load_model(path: str, use_extra_bufts: bool | None, offload: Offload) -> Any:
     """llama.cpp's handle of the model, null when it cannot; AMX kernels that fail are kept from being chosen."""
     global _amx
@@ -172,6 +178,11 @@ def _amx_state(model: str) -> str | None:
     """What is known of llama.cpp's AMX kernels before a load: "fine" (or not there), "fails", None: not tried yet."""
     if sys.platform != "linux" or "AMX_INT8 = 1" not in system_info():
         return "fine"
-    kernels = Path(library().__file__ or "").parent / "lib" / "libggml-cpu.so"
+    kernels = _kernels()
     works = amx.works(kernels, model) if kernels.exists() else True
     return None if works is None else "fine" if works else "fails"
+
+
+def _kernels() -> Path:
+    """The file of llama.cpp's kernels for the processor."""
+    return Path(library().__file__ or "").parent / "lib" / "libggml-cpu.so"

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from edgert import backends
-from edgert.backends.llama import devices
+from edgert.backends.llama import devices, footprint
 from edgert.backends.llama.backend import LlamaBackend
 from edgert.backends.llama.devices import LlamaDevice
 from edgert.backends.llama.offload import FITTING, Offload
@@ -72,7 +72,7 @@ def test_layers_are_dealt_out_by_their_shares(tiny_model: Callable[..., Path]) -
         layer = sum(file.tensor(name).n_bytes for name in a.layer_tensors(0))
         idle = devices.layers_that_fit(file, a, [1 << 40], *common)
         assert idle == a.n_layer + 1
-        base = devices.gpu_bytes(file, a, *common)[2]
+        base = footprint.gpu_bytes(file, a, *common)[2]
 
         def fit(shares: tuple[float, ...], *room: float) -> int:
             return devices.layers_that_fit(file, a, [round(base + size) for size in room], *common, shares)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +14,16 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from edgert import backends
-from edgert.backends import planning, specimen
+from edgert.backends import choice, planning, specimen
 from edgert.backends.base import Batch
 from edgert.backends.cpu import rates
 from edgert.backends.cpu.footprint import footprint
 from edgert.backends.cpu.rates import Rates, Work
+from edgert.backends.llama.footprint import copied_types
 from edgert.backends.planning import Request
 from edgert.devices import accelerators, gpus, probe
 from edgert.devices.notes import Notes
-from edgert.errors import DoesNotFitError
+from edgert.errors import BackendUnavailableError, DoesNotFitError
 from edgert.quantize.architecture import describe
 from edgert.quantize.gguf_file import GGUFFile
 
@@ -204,8 +207,6 @@ def test_a_specimen_runs(tmp_path: Path) -> None:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that the driver tells of, and no llama.cpp."""
-    import sys
-
     from edgert.backends.llama import library
 
     monkeypatch.setattr(accelerators, "present", lambda *_: frozenset({"gpu"}))
@@ -244,3 +245,85 @@ def test_measured_rates_of_a_choice_are_the_plan_s(gpu: None, tiny_model: Callab
         Notes("choices").put("key", {"file": str(file.path), "backend": "llama", "options": {}, "trials": [trial]})
         place = planning.places(Request(file, 256), None)[1]
     assert (place.prefill, place.decode, place.basis) == (9000.0, 300.0, "measured when auto tried it")
+
+
+# llama.cpp on the processor
+
+needs_llama = pytest.mark.skipif(not choice.installed("llama"), reason="llama-cpp-python is not installed")
+
+
+def on_llama(path: Path, n_ctx: int, **request: Any) -> planning.Place:
+    with GGUFFile.open(path) as file:
+        found = planning.places(Request(file, n_ctx, **request), None)
+    return next(place for place in found if (place.backend, place.device) == ("llama", "cpu"))
+
+
+@needs_llama
+@pytest.mark.parametrize("quant", [Type.Q4_0, Type.Q4_1, Type.Q4_K, Type.Q8_0])
+def test_llama_s_weights_and_cache_are_what_it_reports(tiny_model: Callable[..., Path], quant: Type) -> None:
+    """Copies in layouts of its own included, as this build and processor make them."""
+    path = tiny_model("llama", quant=quant, n_embd=512, n_ff=512, head_dim=64, n_vocab=2048)
+    backend = backends.load(path, backend="llama", device="cpu", n_ctx=512, n_threads=1)
+    sizes = [float(size) for _, what, size in backend._buffers if what == "model"]  # type: ignore[attr-defined]
+    held = backend.memory()
+    backend.close()
+    place = on_llama(path, 512)  # afterwards, since a first load finds out about AMX
+    assert place.memory["weights"] == pytest.approx(sum(sizes) * (1 << 20), rel=0.03)
+    assert place.memory["kv"] == held["kv"]
+
+
+@needs_llama
+def test_llama_on_the_processor_has_conversations_types_and_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]
+) -> None:
+    path = tiny_model("llama", n_ctx=100_000)
+    one, four = on_llama(path, 4096), on_llama(path, 4096, n_parallel=4)
+    assert four.memory["kv"] == 4 * one.memory["kv"] and four.memory["weights"] == one.memory["weights"]
+    assert on_llama(path, 4096, types=("q8_0", "q8_0")).memory["kv"] == one.memory["kv"] * 8.5 / 16
+    with_memory(monkeypatch, one.memory["total"] - (10 << 20))
+    place = on_llama(path, 4096)
+    assert not place.fits and place.missing == 10 << 20
+    assert f"at most -c {place.largest_context} fits" in place.remedy and 0 < place.largest_context < 4096
+    assert on_llama(path, place.largest_context).fits
+
+
+@needs_llama
+def test_a_llama_that_does_not_load_is_named_unusable(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise BackendUnavailableError("its library does not load (x): build it again")
+
+    monkeypatch.setattr("edgert.backends.llama.library.system_info", broken)
+    place = on_llama(tiny_model("llama"), 256)
+    assert (place.obstacle, place.remedy) == ("its library does not load (x)", "build it again")
+
+
+def test_types_that_llama_copies_follow_its_own_words() -> None:
+    x86 = "CPU : SSE3 = 1 | AVX2 = 1 | AVX512 = 1 | AMX_INT8 = 1 | REPACK = 1"
+    assert copied_types("CPU : AVX2 = 1 | REPACK = 1") == {"Q4_0", "Q4_K", "IQ4_NL", "MXFP4"}
+    assert "Q4_1" in copied_types(x86) and "Q4_1" not in copied_types(x86, ("AMX_INT8",))
+    assert "Q2_K" in copied_types(x86, ("AMX_INT8",))
+    assert "Q8_0" in copied_types("CPU : NEON = 1 | DOTPROD = 1 | REPACK = 1")
+    assert not copied_types("CPU : AVX2 = 1")
+
+
+PEAK = """
+import sys
+import edgert
+from edgert.devices import probe
+with edgert.load(sys.argv[1], backend="llama", device="cpu", n_ctx=int(sys.argv[2]), n_threads=1) as model:
+    model.generate(list(range(100, 612)), max_tokens=2, temperature=0, ignore_eos=True)
+    print(probe.process_memory()[1])
+"""
+
+
+@needs_llama
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+@pytest.mark.parametrize("n_ctx", [2048, 8192])
+def test_llama_s_peak_is_foretold(name: str, n_ctx: int, request: pytest.FixtureRequest) -> None:
+    """The cache is taken whole at load, so that a prompt of a whole pass shows the peak."""
+    path = request.getfixturevalue(f"{name}_path")
+    done = subprocess.run([sys.executable, "-c", PEAK, path, str(n_ctx)], capture_output=True, text=True, check=True)
+    assert on_llama(path, n_ctx).memory["total"] == pytest.approx(int(done.stdout.split()[-1]), rel=0.15)

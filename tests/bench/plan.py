@@ -1,6 +1,6 @@
 """What `edgert plan` predicts beside what is measured: peak memory, prefill of a whole context, decode at its end.
 
-    python tests/bench/plan.py smollm2 gemma3 random-1.1b.gguf -c 2048,8192
+    python tests/bench/plan.py smollm2 gemma3 random-1.1b.gguf -c 2048,8192 [--backend llama]
 
 Every measurement has a process of its own, which loads the model through `edgert.load`, reads a prompt that fills
 the context and writes 64 tokens; the rate of decoding is that of the median step, and of several prefills the best
@@ -24,8 +24,8 @@ import numpy as np
 import edgert
 from edgert.devices import probe
 
-path, n_ctx, n_threads, repetitions = sys.argv[1], *map(int, sys.argv[2:])
-with edgert.load(path, backend="cpu", n_ctx=n_ctx, n_threads=n_threads, spec="off") as model:
+backend, path, n_ctx, n_threads, repetitions = *sys.argv[1:3], *map(int, sys.argv[3:])
+with edgert.load(path, backend=backend, n_ctx=n_ctx, n_threads=n_threads, spec="off") as model:
     ids = np.random.default_rng(0).integers(0, model.n_vocab, n_ctx - {REPLY} - 1).tolist()
     model.generate(ids[:512], max_tokens=4, temperature=0, ignore_eos=True)
     prefills, gaps = [], []
@@ -47,8 +47,9 @@ with edgert.load(path, backend="cpu", n_ctx=n_ctx, n_threads=n_threads, spec="of
 @click.option("-c", "--ctx-size", "contexts", default="2048,8192", show_default=True)
 @click.option("-t", "--threads", default=2, show_default=True)
 @click.option("-r", "--repetitions", default=2, show_default=True)
+@click.option("--backend", type=click.Choice(["cpu", "llama"]), default="cpu", show_default=True)
 @click.option("--json", "as_json", is_flag=True)
-def main(models: tuple[str, ...], contexts: str, threads: int, repetitions: int, as_json: bool) -> None:
+def main(models: tuple[str, ...], contexts: str, threads: int, repetitions: int, backend: str, as_json: bool) -> None:
     from edgert import store
     from edgert.backends import planning
     from edgert.backends.cpu import rates
@@ -60,12 +61,15 @@ def main(models: tuple[str, ...], contexts: str, threads: int, repetitions: int,
         path = store.resolve(name)
         with GGUFFile.open(path) as file:
             a = describe(file)
-        machine = rates.rates(threads, (a.n_head, a.n_head_kv, a.head_dim), fresh=True)
-        bases.append(f"{Path(path).stem}: {machine.basis}")
+        machine = None
+        if backend == "cpu":
+            machine = rates.rates(threads, (a.n_head, a.n_head_kv, a.head_dim), fresh=True)
+            bases.append(f"{Path(path).stem}: {machine.basis}")
         for n_ctx in map(int, contexts.split(",")):
             with GGUFFile.open(path) as file:
-                place = planning.places(planning.Request(file, n_ctx), machine)[0]
-            command = [sys.executable, "-c", CHILD, str(path), str(n_ctx), str(threads), str(repetitions)]
+                found = planning.places(planning.Request(file, n_ctx), machine)
+            place = next(one for one in found if (one.backend, one.device) == (backend, "cpu"))
+            command = [sys.executable, "-c", CHILD, backend, str(path), str(n_ctx), str(threads), str(repetitions)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             measured = json.loads(done.stdout.splitlines()[-1])
             predicted = {"peak": place.memory["total"], "prefill": place.prefill, "decode_at_end": place.decode_at_end}
@@ -81,6 +85,9 @@ def main(models: tuple[str, ...], contexts: str, threads: int, repetitions: int,
         cells = [f"{row['model']}, {row['n_ctx']:,}"]
         for what, unit in (("peak", 1e6), ("prefill", 1.0), ("decode_at_end", 1.0)):
             p, m = row["predicted"][what], row["measured"][what]
+            if p is None:  # llama.cpp's rates are not predicted
+                cells += [f"{m / unit:,.0f}", ""]
+                continue
             errors.setdefault(what, []).append(abs(p / m - 1))
             cells += [f"{p / unit:,.0f} / {m / unit:,.0f}", f"{100 * (p / m - 1):+.0f} %"]
         click.echo(f"| {' | '.join(cells)} |")
