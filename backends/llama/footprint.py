@@ -59,12 +59,12 @@ def cpu_footprint(
     table = "token_embd.weight"  # is looked up where it is mapped, and copied if it is the head as well
     kept = [name != table and is_copied(name) for name in file.tensors]
     first, last = kept.index(False), len(kept) - kept[::-1].index(False)  # beyond them the file is mapped no more
-    weights = sum(file.tensor(name).n_bytes for name in list(file.tensors)[first:last])
-    weights += sum(file.tensor(name).n_bytes for name in file.tensors if is_copied(name) and (name != table or a.tied_head))
+    held = list(file.tensors)[first:last]
+    held += [name for name in file.tensors if is_copied(name) and (name != table or a.tied_head)]
     rows = min(N_UBATCH, n_ctx)
     mask = 4 * rows * n_positions
     return Footprint(
-        weights,
+        weights=sum(file.tensor(name).n_bytes for name in held),
         kv=a.n_layer * kv_of_layer(a, n_positions, kv_bytes),
         kv_per_token=a.n_layer * kv_of_layer(a, 1, kv_bytes),
         buffers=activations(a, rows) + mask + 4 * a.n_vocab,

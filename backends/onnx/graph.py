@@ -218,9 +218,10 @@ class Fused(Builder):
     """GroupQueryAttention with a cache of any length; residual sums and norms in one node."""
 
     def build(self) -> onnx.ModelProto:
-        """Inputs: tokens int64 (n), or x (n, n_embd) where the head is no table of embeddings; wanted int64 (w), total int32 (), lengths int32 (1) = total - 1, cos.i and sin.i
-        (positions, n_dims / 2), k.i and v.i (1, n_head_kv, positions, head_dim); outputs: logits (w, n_vocab),
-        new_k.i and new_v.i, which may be bound to the inputs' memory."""
+        """Inputs: tokens int64 (n), or x (n, n_embd) where the head is no table of embeddings; wanted int64 (w), total
+        int32 (), lengths int32 (1) = total - 1, cos.i and sin.i (positions, n_dims / 2), k.i and v.i (1, n_head_kv,
+        positions, head_dim). Outputs: logits (w, n_vocab), new_k.i and new_v.i, which may be bound to the inputs'
+        memory."""
         a = self.a
         x = self._embeddings()
         wanted = self.input("wanted", ["w"], TensorProto.INT64)
