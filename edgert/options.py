@@ -143,6 +143,8 @@ def _logit_bias(value: object) -> dict[int, float]:
         try:
             if isinstance(key, bool) or not isinstance(key, str | numbers.Integral):
                 raise ValueError
+            if isinstance(key, str) and not (key.isascii() and key.removeprefix("-").isdigit()):
+                raise ValueError
             token = int(key)
         except ValueError:
             raise RequestError("logit_bias", "has a key that is not a token id") from None

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 import logging
+import math
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -329,7 +330,7 @@ def duration(value: object) -> float:
     """Seconds of a number, or of a text such as "5m" or "1h30m"; negative: without end. Raises: RequestError."""
     import re
 
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
         return FOREVER if value < 0 else float(value)
     if isinstance(value, str):
         text = value.strip()
@@ -338,5 +339,6 @@ def duration(value: object) -> float:
         if parts and "".join(a + b for a, b in parts) == text:
             return FOREVER if sign else sum(float(number) * _UNITS[unit] for number, unit in parts)
         with suppress(ValueError):
-            return FOREVER if sign else float(text)
+            if not math.isnan(seconds := float(text)):
+                return FOREVER if sign else seconds
     raise RequestError("keep_alive", 'must be seconds, or a text such as "5m"')

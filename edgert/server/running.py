@@ -20,6 +20,7 @@ from edgert.server.metrics import Metrics
 from edgert.server.registry import FOREVER, Registry, Spec
 from edgert.server.results import Results
 from edgert.server.service import Service, Settings
+from edgert.server.sse import STUCK_SECONDS
 from edgert.server.upstream import Upstream
 
 if TYPE_CHECKING:
@@ -180,6 +181,8 @@ def _bind(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(found[0], socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # closes connections on which nothing is taken, which uvicorn cannot
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2e3 * STUCK_SECONDS))
         listening.bind(found[4])
     except OSError as error:
         raise EdgertError(

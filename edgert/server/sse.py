@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from edgert.server import errors
 logger = logging.getLogger(__name__)
 
 PING_SECONDS = 5.0
+STUCK_SECONDS = 60.0  # in which a client takes nothing of its answer, and is thought to have left
 DONE = b"data: [DONE]\n\n"
 Result = TypeVar("Result")
 
@@ -57,27 +59,30 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", self._media_type), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
         headers += self._headers
+        since: float | None = None  # the client has not taken what was written then
 
         async def write(body: bytes, more: bool = True) -> None:
+            nonlocal since
+            since = time.monotonic()
             await send({"type": "http.response.body", "body": body, "more_body": more})
+            since = None
+
+        async def ping() -> None:
+            if since is None:
+                if self._ping:
+                    await write(self._ping)
+            elif time.monotonic() - since > STUCK_SECONDS:
+                raise ClientLeft
 
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await until_left(receive, self._copy(write), self._ping_by(write))
-            await write(b"", False)
+            await until_left(receive, self._copy(write), ping)
         except (ClientLeft, OSError):
             pass
         finally:
             await asyncio.shield(self._done())
 
-    def _ping_by(self, write: Callable[[bytes], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
-        async def ping() -> None:
-            if self._ping:
-                await write(self._ping)
-
-        return ping
-
-    async def _copy(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+    async def _copy(self, write: Callable[..., Awaitable[None]]) -> None:
         async with contextlib.aclosing(self._parts) as parts:
             try:
                 async for part in parts:
@@ -86,6 +91,7 @@ class EventStream:
                 if errors.of(error).status == 500:
                     logger.exception("an answer failed")
                 await write(self._failed(error))
+        await write(b"", False)
 
 
 class ClientLeft(Exception):

@@ -74,7 +74,10 @@ async def detokenize(request: Request) -> Response:
     body = await service.body(request, DetokenizeRequest)
     async with AsyncExitStack() as stack:
         model = (await service.enter(stack, request, body.model)).model
-        return answer({"content": await asyncio.to_thread(model.detokenize, body.tokens)})
+        try:
+            return answer({"content": await asyncio.to_thread(model.detokenize, body.tokens)})
+        except RequestError as error:
+            raise RequestError("tokens", error.reason) from None
 
 
 async def apply_template(request: Request) -> Response:

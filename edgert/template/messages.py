@@ -71,8 +71,10 @@ def _part_text(part: Any, field: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+    if kind not in ("text", "input_text", "output_text"):
         raise RequestError(field, f'parts of the type {kind!r} are not supported, {{"type": "text", ...}} is')
+    if not isinstance(part.get("text"), str):
+        raise RequestError(f"{field}.text", "must be a text")
     return part["text"]
 
 

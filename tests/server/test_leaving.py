@@ -205,6 +205,22 @@ def test_slow_clients_do_not_slow_others(server: Server) -> None:
     wait_for(lambda: not server.service.admission.inside)
 
 
+def test_who_does_not_read_his_answer_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "PING_SECONDS", 0.05)
+    monkeypatch.setattr(sse, "STUCK_SECONDS", 0.3)
+    with serving_model(fake_model(lambda tokens: ord("a"), n_ctx=100_000)) as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # the answer fills this and more
+        connection.connect((server.host, server.port))
+        fields = {"messages": HI, "stream": True, "logprobs": True, "top_logprobs": 20, "max_tokens": 50_000}
+        data = json.dumps(fields).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+        connection.sendall(head.encode() + data)
+        wait_for(lambda: server.service.admission.inside)
+        wait_for(lambda: idle(server), 60)
+        assert fake(server).n_evaluated < 50_000
+        assert server.ok(CHAT, messages=HI, max_tokens=2)["choices"][0]["finish_reason"] == "length"
+
+
 def test_many_at_once_get_their_own_texts() -> None:
     with serving_model(fake_model(hashed, n_ctx=256, n_seq_max=4)) as server:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from edgert import cli
 from edgert.cli import top
 from edgert.cli.serve import command as serve_command
 from edgert.errors import EdgertError, ModelFileError, RequestError
-from edgert.server import config, registry
+from edgert.server import app, config, registry
 from edgert.server.registry import FOREVER, Spec, duration
 
 CHAT = "/v1/chat/completions"
@@ -78,6 +79,7 @@ def test_memory_of_models_that_went_is_given_back(shelf: Shelf, monkeypatch: pyt
         trims.append([backend_of(model).closed for model in shelf.models])
 
     monkeypatch.setattr(registry, "give_back", trim)
+    monkeypatch.setattr(app, "SWEEP_SECONDS", 0.05)
     with serving([Spec("a", "a")], shelf) as server:
         assert server.post("/v1/models/a/reload", {})[0] == 200
         wait_for(lambda: trims, 5)
@@ -165,7 +167,7 @@ def test_durations(given: Any, seconds: float) -> None:
     assert duration(given) == seconds
 
 
-@pytest.mark.parametrize("given", ["", "soon", "5 m", "5mm", None, True, "m5"])
+@pytest.mark.parametrize("given", ["", "soon", "5 m", "5mm", None, True, "m5", "nan", "-nan", math.nan])
 def test_no_durations(given: Any) -> None:
     with pytest.raises(RequestError):
         duration(given)

@@ -306,7 +306,7 @@ def test_tokens(server: Server) -> None:
     pieces = server.ok("/tokenize", content="aé", with_pieces=True)["tokens"]
     assert pieces == [{"id": 97, "piece": "a"}, {"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}]
     assert server.ok("/detokenize", tokens=list("héy".encode())) == {"content": "héy"}
-    assert server.fails("/detokenize", tokens=[10**6])["param"] == "ids"
+    assert server.fails("/detokenize", tokens=[10**6])["param"] == "tokens"
 
 
 def test_health(server: Server) -> None:
