@@ -208,8 +208,16 @@ def test_slow_clients_do_not_slow_others(server: Server) -> None:
 def test_who_does_not_read_his_answer_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "PING_SECONDS", 0.05)
     monkeypatch.setattr(sse, "STUCK_SECONDS", 0.3)
+    usual = running._bind
+
+    def bind(host: str, port: int) -> socket.socket:
+        listening = usual(host, port)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # which the answer soon fills, and this one:
+        return listening
+
+    monkeypatch.setattr(running, "_bind", bind)
     with serving_model(fake_model(lambda tokens: ord("a"), n_ctx=100_000)) as server, socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # the answer fills this and more
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((server.host, server.port))
         fields = {"messages": HI, "stream": True, "logprobs": True, "top_logprobs": 20, "max_tokens": 50_000}
         data = json.dumps(fields).encode()
