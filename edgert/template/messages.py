@@ -74,7 +74,7 @@ def _part_text(part: Any, field: str) -> str:
     if kind not in ("text", "input_text", "output_text"):
         raise RequestError(field, f'parts of the type {kind!r} are not supported, {{"type": "text", ...}} is')
     if not isinstance(part.get("text"), str):
-        raise RequestError(f"{field}.text", "must be a text")
+        raise RequestError(field, 'must have a text: {"type": "text", "text": "..."}')
     return part["text"]
 
 

@@ -171,7 +171,7 @@ def test_unknown_kinds_of_parts(server: Server, kind: Any) -> None:
     assert repr(kind) in error["message"]
     assert error["param"] == "messages[0].content[0]"
     error = server.fails(CHAT, messages=[{"role": "user", "content": [{"type": "text", "text": kind and 5}]}])
-    assert error["message"] == "messages[0].content[0].text: must be a text"
+    assert error["message"].startswith("messages[0].content[0]: must have a text")
     assert server.ok(CHAT, messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}])
 
 
