@@ -12,6 +12,7 @@ import click.testing
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tiny import write_tiny
 
 import edgert
 from edgert import backends
@@ -104,6 +105,13 @@ def test_a_context_shorter_than_a_guess(tiny_model: Tiny, n_ctx: int) -> None:
 
 def test_no_draft_is_taken_for_another_model(tiny_model: Tiny) -> None:
     with GGUFFile.open(tiny_model("llama")) as file:
+        assert loading.find_made_for(file) is None
+
+
+@pytest.mark.parametrize("name", [[1, 2], ["a"], 7, True])
+def test_a_name_that_is_none_belongs_to_no_draft(name: Any, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m.gguf", "llama", metadata={"general.name": name})
+    with GGUFFile.open(path) as file:
         assert loading.find_made_for(file) is None
 
 

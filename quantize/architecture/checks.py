@@ -21,8 +21,14 @@ UNUSED = ("attn_rot_embd.weight",)  # of layers, by name: in old files, and read
 def check(file: Model[Any], architecture: Architecture) -> None:
     """Holds one against the other.
 
-    Raises: ModelFileError for tensors and token ids that cannot be right; UnsupportedFormatError for surplus tensors.
+    Raises: ModelFileError for tensors and token ids that cannot be right; UnsupportedFormatError for surplus tensors,
+        and for decoders whose attention looks ahead.
     """
+    if not architecture.encoder and not file.get(f"{architecture.name}.attention.causal", bool, True):
+        raise UnsupportedFormatError(
+            f"{file.path}: {architecture.name}.attention.causal is false, so that its tokens see those behind them, "
+            f"which edgert does not run in {architecture.name} models."
+        )
     _check_tensors(file, architecture)
     _check_token_ids(file, architecture.n_vocab)
 

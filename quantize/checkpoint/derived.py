@@ -47,20 +47,25 @@ def of_mistral3(config: Config) -> dict[str, Any]:
 
 def of_gemma4(config: Config) -> dict[str, Any]:
     """Sizes of the layers that see the whole text, which differ from those of the others."""
-    n_layer, local = config.integer("num_hidden_layers"), config.integer("head_dim", 256)
-    kinds = config.get("layer_types", [])
+    n_layer, n_ff = config.integer("num_hidden_layers"), config.integer("intermediate_size")
+    kinds, changed = config.get("layer_types"), config.get("per_layer_config", {})
+    if kinds is None:
+        kinds = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(n_layer)]
+    if not isinstance(kinds, list) or len(kinds) != n_layer:
+        raise config.error("layer_types", kinds, f"{n_layer} times sliding_attention or full_attention")
+    if not isinstance(changed, dict) or not all(isinstance(own, dict) for own in changed.values()):
+        raise config.error("per_layer_config", changed, "an object of objects")
+    wide = [changed[str(i)] for i in range(n_layer) if kinds[i] == "full_attention" and str(i) in changed]
+    full: dict[str, Any] = wide[0] if wide else {}
+    n_kv = config.integer("num_key_value_heads")
+    n_full = config.integer("num_global_key_value_heads", full.get("num_key_value_heads", n_kv))
+    if not config.get("attention_k_eq_v"):
+        n_full = n_kv
     first = n_layer - config.integer("num_kv_shared_layers", 0, least=0)
-    full: dict[str, Any] = {}
-    for i, changed in config.get("per_layer_config", {}).items():
-        if int(i) < len(kinds) and kinds[int(i)] == "full_attention":
-            full = changed
-    n_ff, n_kv = config.integer("intermediate_size"), config.integer("num_key_value_heads")
-    n_full = config.get("num_global_key_value_heads", full.get("num_key_value_heads", n_kv))
-    n_full = n_full if config.get("attention_k_eq_v") else n_kv
     wider = 1 + bool(config.get("use_double_wide_mlp"))
     return {
-        "head_dim": config.get("global_head_dim", full.get("head_dim", 512)),
-        "local_head_dim": local,
+        "head_dim": config.integer("global_head_dim", full.get("head_dim", 512)),
+        "local_head_dim": config.integer("head_dim", 256),
         "feed_forward_lengths": [n_ff * (1 if i < first else wider) for i in range(n_layer)],
         "key_value_heads": [n_full if kind == "full_attention" else n_kv for kind in kinds],
     }

@@ -46,7 +46,11 @@ _SKIPPED = (
     (r".*\.(self_attn|attn|attention)\.(masked_)?bias", "a mask that follows from the positions"),
     (r"((ro)?berta?\.)?(pooler|cls)\..*", "of the parts that guess words and pairs of sentences"),
     (r"((ro)?berta?\.)?embeddings\.position_ids", "a buffer that counts"),
-    (r"(model\.)?(vision_tower|multi_modal_projector|vision_model)\..*", "of the part that sees pictures"),
+    (
+        r"(model\.)?(vision_tower|multi_modal_projector|vision_model|embed_vision)\..*",
+        "of the part that sees pictures",
+    ),
+    (r"(model\.)?(audio_tower|embed_audio)\..*", "of the part that hears"),
 )
 _COMPARE_BYTES = 1 << 24
 

@@ -174,6 +174,14 @@ def test_long_rope_depends_on_the_context(tiny: Make) -> None:
         assert rope.magnitude == 1.5
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoders_that_look_ahead_are_refused(family: str, tiny: Make) -> None:
+    """Embedding models made of decoders: llama.cpp obeys the key, so that other answers would be wrong."""
+    assert tiny(family, metadata={f"{family}.attention.causal": True}).name == family
+    with pytest.raises(UnsupportedFormatError, match=rf"{family}\.attention\.causal is false"):
+        tiny(family, metadata={f"{family}.attention.causal": False})
+
+
 def test_softcapping(tiny: Make) -> None:
     a = tiny("gemma3", metadata={"gemma3.final_logit_softcapping": 30.0, "gemma3.attn_logit_softcapping": 50.0})
     assert (a.final_logit_softcapping, a.attn_logit_softcapping) == (30.0, 50.0)

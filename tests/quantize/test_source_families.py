@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +17,7 @@ from reference import Reference, kl_divergence
 
 from edgert import backends
 from edgert.backends.base import Batch
-from edgert.errors import RequestError
+from edgert.errors import EdgertError, RequestError
 from edgert.quantize import quantize
 from edgert.quantize.convert import convert
 from edgert.quantize.source import open_source
@@ -98,6 +99,24 @@ def test_few_bits_are_near_the_same_weights_in_float(name: str, tmp_path: Path) 
     if lost >= 1e-3:
         assert name in ("nemotron", "smollm3")
         assert lost < 0.5 * kl_divergence(expected, llama_cpp_logits(tmp_path / "m.gguf", TOKENS)).mean()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"enable_moe_block": True}, "enable_moe_block is True; edgert converts gemma4 where it is False"),
+        ({"per_layer_config": [1]}, r"'per_layer_config' is \[1\] and should be an object of objects"),
+        ({"layer_types": "full"}, "'layer_types' is 'full' and should be 7 times"),
+        ({"num_kv_shared_layers": 7}, "attention.shared_kv_layers is 7, of 7 layers: none is left to share with"),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_other_models_of_gemma4s_class_are_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf", "gemma4", tied=True)
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(EdgertError, match=says):
+        convert(tmp_path / "hf", tmp_path / "m.gguf", "F32")
 
 
 def test_a_table_of_positions_ends(tmp_path: Path) -> None:
