@@ -51,7 +51,8 @@ def slabs(tensor: SourceTensor, n_bytes: int = SLAB_BYTES) -> Iterator[tuple[int
 
 def lies_on_grid(tensor: SourceTensor) -> bool:
     """Whether the tensor's floats are multiples of Q4_0 scales, as training for that type leaves them."""
-    return grid.lies_on_q4_0(values for _, values in slabs(tensor))
+    few = tensor.rows(0, min(grid.FEW_ROWS, tensor.n_rows))
+    return grid.may_lie_on_q4_0(few) and grid.lies_on_q4_0(values for _, values in slabs(tensor))
 
 
 def encode(tensor: SourceTensor, format: Format, inputs: Inputs, n_threads: int) -> tuple[list[str], Iterator[Bytes]]:

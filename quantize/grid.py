@@ -44,16 +44,22 @@ def lies_on_q4_0(slabs: Iterable[NDArray[np.float32]]) -> bool:
     for values in slabs:
         if values.shape[1] % BLOCK:
             return False
-        if not n_telling:
-            few_telling, few_fitting = _counts(values[:FEW_ROWS])
-            if few_fitting < few_telling / 2:
-                return False
+        if not n_telling and not may_lie_on_q4_0(values[:FEW_ROWS]):
+            return False
         telling, fitting = _counts(values)
         n_telling += telling
         n_fitting += fitting
         if n_fitting < SHARE * n_telling:
             return False
     return n_telling > 0
+
+
+def may_lie_on_q4_0(few: NDArray[np.float32]) -> bool:
+    """Whether it is worth reading more than these rows of a tensor, FEW_ROWS of them."""
+    if few.shape[1] % BLOCK:
+        return False
+    telling, fitting = _counts(few)
+    return fitting >= telling / 2
 
 
 def _counts(values: NDArray[np.float32]) -> tuple[int, int]:

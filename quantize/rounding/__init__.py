@@ -59,7 +59,7 @@ def quantize(
         return out
     if target.name in FLOATS:
         out[:] = _floats(values, target.name)
-        suspects = list(range(rows))
+        suspects = [] if target.is_finite(out) else list(range(rows))
     else:
         suspects = _blocks(values, target, importance, method or ("plain" if importance is None else "search"), out,
                            n_threads)  # fmt: skip
