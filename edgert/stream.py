@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
 import sys
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import suppress
 from functools import partial
 from queue import Empty
 from types import TracebackType
 from typing import ClassVar, Never, Self
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import WeakKeyDictionary, ref
 
 from edgert.generation import Generation
 from edgert.reply import Chunk, Progress, Reply
@@ -165,7 +162,10 @@ class Stream:
 
 
 class _Waker:
-    """Sets events of an event loop from other threads; those of one step wake the loop once."""
+    """Sets events of an event loop from other threads; those of one step wake the loop once.
+
+    Waking it is a write to a pipe, in which the loop's thread may take the interpreter from the one that calls.
+    """
 
     _known: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, _Waker]] = WeakKeyDictionary()
 
@@ -173,7 +173,6 @@ class _Waker:
         self._loop = ref(loop)
         self._events: deque[asyncio.Event] = deque()
         self._called = False
-        self._bell = _Bell.of(loop, self._set)
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> _Waker:
@@ -195,53 +194,9 @@ class _Waker:
             if loop is None or loop.is_closed():
                 raise RuntimeError("the event loop is closed")
             self._called = True
-            if self._bell:
-                self._bell.ring()
-            else:
-                loop.call_soon_threadsafe(self._set)
+            loop.call_soon_threadsafe(self._set)
 
     def _set(self) -> None:
         self._called = False  # first, so that an event that comes meanwhile calls again
         while self._events:
             self._events.popleft().set()
-
-
-class _Bell:
-    """Has an event loop call something soon, without letting go of the interpreter as `call_soon_threadsafe` does.
-
-    That one's write to a pipe lets the loop's thread have the interpreter at once, and the thread that calls waits
-    until it has sent all that there is: half a millisecond, in which a step could have begun.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, heard: Callable[[], object]) -> None:
-        self._reading, self._writing = os.pipe()
-        finalize(self, _close, self._reading, self._writing)
-        for end in (self._reading, self._writing):
-            os.set_blocking(end, False)
-        self._write = ctypes.PyDLL(None).write
-        self._write.argtypes = ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t
-        reading = self._reading
-
-        def listen() -> None:
-            with suppress(BlockingIOError):
-                os.read(reading, 64)
-            heard()
-
-        loop.add_reader(reading, listen)
-
-    @classmethod
-    def of(cls, loop: asyncio.AbstractEventLoop, heard: Callable[[], object]) -> _Bell | None:
-        """None where loops cannot watch pipes."""
-        try:
-            return None if sys.platform == "win32" else cls(loop, heard)
-        except (NotImplementedError, AttributeError, OSError):
-            return None
-
-    def ring(self) -> None:
-        """May be called by any thread."""
-        self._write(self._writing, b"!", 1)
-
-
-def _close(*descriptors: int) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

@@ -10,7 +10,6 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from fake import backend_of, fake_model, wait_for
 
 from edgert.errors import EdgertError
 from edgert.model import Model
-from edgert.stream import _Bell
 
 
 def test_closing_the_model_ends_what_runs() -> None:
@@ -187,29 +185,22 @@ def test_a_second_event_loop_reads_on() -> None:
         assert list(stream)[-1].finish_reason == "cancelled"  # the first loop was gone
 
 
-@pytest.mark.parametrize("bell", [True, False])
-def test_the_replies_of_a_step_wake_their_event_loop_once(monkeypatch: pytest.MonkeyPatch, bell: bool) -> None:
+def test_the_replies_of_a_step_wake_their_event_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call there may cost the engine the interpreter until the loop has done its work."""
 
     async def main(model: Model) -> tuple[int, int]:
-        calls = 0
+        loop, calls = asyncio.get_running_loop(), 0
+        usual = loop.call_soon_threadsafe
 
-        def counted(usual: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*arguments: Any, **options: Any) -> Any:
-                nonlocal calls
-                calls += 1
-                handle = usual(*arguments, **options)
-                if threading.current_thread() is not threading.main_thread():
-                    time.sleep(0.002)  # in which the loop does all that it can
-                return handle
+        def counted(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            handle = usual(*arguments, **options)
+            if threading.current_thread() is not threading.main_thread():
+                time.sleep(0.002)  # in which the loop does all that it can
+            return handle
 
-            return call
-
-        loop = asyncio.get_running_loop()
-        if not bell:
-            monkeypatch.setattr(_Bell, "of", lambda *_: None)
-        monkeypatch.setattr(loop, "call_soon_threadsafe", counted(loop.call_soon_threadsafe))
-        monkeypatch.setattr(_Bell, "ring", counted(_Bell.ring))
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
 
         async def read(i: int) -> list[int]:
             stream = model.generate([1 + i], True, max_tokens=50, ignore_eos=True)

@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 STEPS = 32  # steps that are counted together
 PIECE = 16  # tokens outside whole windows that are read together between the steps of replies
 FEW = 32  # tokens of one reply that the backend is given without the ado of a batch
-FILLED = 0.8  # of the time for prompts, after which no other piece begins
 _NO_LOGITS = np.empty((0, 0), np.float32)
 
 
@@ -204,7 +203,7 @@ class Lockstep:
         self._meanwhile()
         began = perf_counter()
         while self._piece and self._go_on(self._piece, seconds - (perf_counter() - began)):
-            if self._n_replies and perf_counter() - began < FILLED * seconds:
+            if self._n_replies and perf_counter() - began < seconds / 2:
                 self._begin_piece()
 
     def _go_on(self, piece: Piece, seconds: float) -> bool:
