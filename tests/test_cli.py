@@ -402,6 +402,22 @@ def test_interrupted_run(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_interrupted_before_it_began(environment: dict[str, str], tmp_path: Path) -> None:
+    """While what the command line needs is imported."""
+    (tmp_path / "click.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(30)\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [environment.get("PYTHONPATH")])])
+    with subprocess.Popen(
+        [sys.executable, "-m", "edgert", "ls"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**environment, "PYTHONPATH": path},
+    ) as child:
+        assert child.stdout and child.stdout.readline() == b"importing\n"
+        child.send_signal(signal.SIGINT)
+        assert child.communicate(timeout=20)[1] == b"" and child.returncode == -signal.SIGINT
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_a_reader_that_left(environment: dict[str, str]) -> None:
     command = [sys.executable, FAKE, "run", "-p", "count"]
     with subprocess.Popen(
