@@ -8,19 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from pathlib import Path
 from typing import Any
+
+from edgert.folders import cache_root
 
 log = logging.getLogger(__name__)
 
 MOST = 256  # entries of a file; the oldest go
-
-
-def cache_root() -> Path:
-    """The folder of all that can be made again."""
-    import platformdirs
-
-    return Path(os.environ.get("EDGERT_CACHE") or platformdirs.user_cache_dir("edgert"))
 
 
 class Notes:

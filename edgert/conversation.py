@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,14 +71,22 @@ class Conversation:
         return {"format": FORMAT, "model": self.model, "system": self.system, "turns": self.turns}
 
     def save(self, path: Path) -> None:
-        """Writes the conversation as JSON; an older file of the name stays whole until the new one is."""
+        """Writes the conversation as JSON; an older file of the name stays whole until the new one is.
+
+        Raises: EdgertError when it cannot be written.
+        """
         from edgert.files import replace
 
-        path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(self.as_dict(), ensure_ascii=False, indent=1), encoding="utf-8")
-        part.chmod(0o600)  # what was said is the user's own
-        replace(part, path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(self.as_dict(), ensure_ascii=False, indent=1), encoding="utf-8")
+            part.chmod(0o600)  # what was said is the user's own
+            replace(part, path)
+        except OSError as error:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise EdgertError(f"{path} cannot be written: {error.strerror}.") from error
 
     @classmethod
     def load(cls, path: Path) -> Conversation:

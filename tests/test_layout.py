@@ -25,6 +25,7 @@ DOORS: dict[str, str | tuple[str, ...]] = {
     "onnxruntime": "backends/onnx/",
     "gguf": "quantize/",
 }
+FREE = ("edgert.errors", "edgert.folders")  # which import no other part
 MAY_IMPORT = {
     "edgert": {"edgert", "quantize", "backends", "devices"},
     "backends": {"backends", "quantize", "devices"},
@@ -73,10 +74,10 @@ def test_rooms_import_only_what_they_may(room: str):
             continue
         for name in imports(path):
             parts = name.split(".")
-            if parts[0] != "edgert" or name.startswith("edgert.errors") or len(parts) == 1:
+            if parts[0] != "edgert" or name.startswith(FREE) or len(parts) == 1:
                 continue
             other = parts[1] if parts[1] in ROOMS else "edgert"
-            assert other in MAY_IMPORT[room] or name == "edgert.errors", f"{path} imports {name}"
+            assert other in MAY_IMPORT[room], f"{path} imports {name}"
 
 
 def test_one_door_for_each_dependency():
@@ -86,8 +87,10 @@ def test_one_door_for_each_dependency():
             assert door is None or str(path).startswith(door), f"{path} imports {name}"
 
 
-def test_errors_import_nothing():
-    assert list(imports(Path("edgert/errors.py"))) == []
+@pytest.mark.parametrize("module", FREE)
+def test_what_all_may_import_imports_no_other_part(module: str):
+    found = {name for name in imports(Path(*module.split(".")).with_suffix(".py")) if name.startswith("edgert")}
+    assert all(name.startswith(FREE) for name in found)
 
 
 def test_import_is_light():

@@ -26,11 +26,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.memory import give_back_code
 from edgert.errors import BackendUnavailableError
+from edgert.folders import cache_root
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +62,6 @@ def sources(module: str) -> str:
             found[name] = (folder / (name.replace(".", "/") + ".py")).read_bytes()
             left += _IMPORT.findall(found[name].decode())
     return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()[:16]
-
-
-def cache_root() -> Path:
-    """Where all that can be made again is kept."""
-    return Path(os.environ.get("EDGERT_CACHE") or platformdirs.user_cache_dir("edgert"))
 
 
 @functools.cache

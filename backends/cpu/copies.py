@@ -31,6 +31,7 @@ from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.memory import ALIGNMENT
 from edgert.backends.cpu.team import Team
 from edgert.errors import RequestError
+from edgert.folders import cache_root
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ _SUFFIX = ".packed"
 
 def folder() -> Path:
     """Where the copies lie."""
-    return compiler.cache_root() / "packed"
+    return cache_root() / "packed"
 
 
 def limit() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +13,7 @@ from edgert.cli.loading import ProgressLine, load
 from edgert.cli.text import TEXT, decoded
 from edgert.cli.verb import verb
 from edgert.errors import ContextFullError, EdgertError
+from edgert.folders import data_root
 
 if TYPE_CHECKING:
     from edgert.model import Model
@@ -79,8 +79,8 @@ class Chat:
         self.totals = dict.fromkeys(
             ("answers", "cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "timed_n", *DRAFTS), 0.0
         )
-        self.sessions = data_folder() / "conversations"
-        self.prompt = Prompt(data_folder() / "history", [f"/{name}" for name in (*COMMANDS, "bye")])
+        self.sessions = data_root() / "conversations"
+        self.prompt = Prompt(data_root() / "history", [f"/{name}" for name in (*COMMANDS, "bye")])
         self.terminal = Terminal()
         self._ahead: Stream | None = None
         self._line = ProgressLine()
@@ -203,10 +203,3 @@ class Chat:
         for name, value in stats.as_dict().items():
             if name in self.totals:
                 self.totals[name] += value
-
-
-def data_folder() -> Path:
-    """Where the chat keeps its history and saved conversations."""
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("edgert", appauthor=False))

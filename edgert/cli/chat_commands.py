@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgert.cli.text import decoded
 from edgert.conversation import Conversation
 from edgert.errors import EdgertError, RequestError
+from edgert.folders import written
 
 if TYPE_CHECKING:
     from edgert.cli.chat import Chat
@@ -65,7 +67,11 @@ def execute(chat: Chat, name: str, rest: str) -> bool:
         return False
     action = COMMANDS.get(name)
     if action is None:
-        raise EdgertError(f'There is no command /{name}: /? shows those there are. Put a message between """ and """.')
+        near = get_close_matches(name, COMMANDS, 1)
+        meant = f"did you mean /{near[0]}? " if near else ""
+        raise EdgertError(
+            f'There is no command /{name}: {meant}/? shows those there are. Put a message between """ and """.'
+        )
     action(chat, rest)
     return True
 
@@ -154,13 +160,13 @@ def _show(chat: Chat, rest: str) -> None:
 def _read(chat: Chat, rest: str) -> None:
     if not rest:
         raise EdgertError("Write /read FILE.")
-    path = Path(_unquoted(rest)).expanduser()
+    path = written(_unquoted(rest))
     try:
         if path.stat().st_size > MOST_READ:
             raise EdgertError(f"{path} has more than {MOST_READ >> 20} MB: give a shorter file.")
         data = path.read_bytes()
-    except OSError as error:
-        raise EdgertError(f"{path} cannot be read: {error.strerror}.") from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte, which no path has
+        raise EdgertError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     if b"\0" in data[:4096]:
         raise EdgertError(f"{path} is not a text file.")
     text = decoded(data, str(path))

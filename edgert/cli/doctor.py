@@ -145,7 +145,7 @@ def machine() -> Iterator[Check]:
 def caches() -> Iterator[Check]:
     """Where things are kept: sizes, permissions, room."""
     from edgert import store
-    from edgert.devices.notes import cache_root
+    from edgert.folders import cache_root
 
     root = cache_root()
     folders = {

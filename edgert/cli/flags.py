@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from edgert.cli.text import text_of
 from edgert.errors import RequestError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -214,14 +214,9 @@ class TextOrFile(click.ParamType):
     name = "TEXT"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Raises: click.UsageError for a file that cannot be read."""
+        """Raises: as `text_of`."""
         text = str(value)
-        if text.startswith("@"):
-            try:
-                return Path(text[1:]).expanduser().read_text("utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                self.fail(f"{text[1:]} cannot be read: {error}.", param, ctx)
-        return text
+        return text_of(text[1:]) if text.startswith("@") else text
 
 
 def grammar_flags(function: F) -> F:

@@ -14,7 +14,7 @@ import click
 
 from edgert import store
 from edgert.cli.flags import backend_options
-from edgert.cli.text import decoded
+from edgert.cli.text import text_of
 from edgert.errors import EdgertError
 
 if TYPE_CHECKING:
@@ -131,12 +131,7 @@ def pull(name: str) -> Path:
 
 def template_text(given: str | None) -> str | None:
     """The text of --chat-template: itself, or the content of @FILE."""
-    if given is None or not given.startswith("@"):
-        return given
-    try:
-        return decoded(Path(given[1:]).expanduser().read_bytes(), given[1:])
-    except OSError as error:
-        raise click.UsageError(f"--chat-template: {given[1:]} cannot be read: {error.strerror}.") from error
+    return text_of(given[1:]) if given is not None and given.startswith("@") else given
 
 
 @contextmanager

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
 from edgert.cli.flags import flag, grammar_flags, json_flag, model_flags, request_of, sampling_flags
 from edgert.cli.loading import ProgressLine, load
-from edgert.cli.text import TEXT, decoded
+from edgert.cli.text import TEXT, decoded, text_of
 from edgert.cli.verb import verb
 
 
@@ -91,10 +90,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     """
     parts = [] if prompt is None else [prompt]
     if file is not None and file != "-":
-        try:
-            parts.append(decoded(Path(file).expanduser().read_bytes(), file))
-        except OSError as error:
-            raise click.UsageError(f"--file: {file} cannot be read: {error.strerror}.") from error
+        parts.append(text_of(file))
     if file == "-" or (file is None and not sys.stdin.isatty() and (prompt is None or _is_fed())):
         text = decoded(sys.stdin.buffer.read(), "Standard input")
         if text:

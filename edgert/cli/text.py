@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from edgert.errors import EdgertError
+from edgert.folders import written
 
 
 def decoded(data: bytes, name: str) -> str:
@@ -24,6 +25,18 @@ def decoded(data: bytes, name: str) -> str:
         utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         what = "is UTF-16" if utf16 else f"is not UTF-8 at byte {error.start}"
         raise EdgertError(f"{name} {what}: convert it first, for example with `iconv -t UTF-8`.") from None
+
+
+def text_of(file: str) -> str:
+    """The text of a file, named as someone wrote it.
+
+    Raises: click.UsageError when it cannot be read; EdgertError for what is not UTF-8.
+    """
+    try:
+        data = written(file).read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a zero byte, which no path has
+        raise click.UsageError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    return decoded(data, file)
 
 
 class Text(click.ParamType):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgert import folders
 from edgert.errors import EdgertError, ModelFileError, RequestError
 from edgert.store import other_stores
 from edgert.store.catalogue import CATALOGUE, DEFAULT, Entry
@@ -59,10 +60,8 @@ class Model:
 def folder() -> Path:
     """Where edgert keeps its models: EDGERT_MODELS, or the user's data folder."""
     if chosen := os.environ.get("EDGERT_MODELS"):
-        return Path(chosen).expanduser()
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("edgert", appauthor=False)) / "models"
+        return folders.written(chosen)
+    return folders.data_root() / "models"
 
 
 def resolve(
@@ -101,7 +100,7 @@ def resolve(
     if scheme in ("http", "https"):
         raise EdgertError(f"{text} is an address, not a model: {_advice(text)}.")
     if paths:
-        path = Path(os.path.expanduser(text))
+        path = folders.written(text)
         if found := _file(path):
             return found
         if path.suffix == ".gguf" or path.parent != Path("."):

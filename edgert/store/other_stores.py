@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from edgert.folders import written
 from edgert.store.download import CONNECT_SECONDS, DownloadError
 
 SCHEMES = ("hf", "ollama", "lmstudio", "llama.cpp")
@@ -104,9 +105,9 @@ def _inside(path: Path, root: Path) -> bool:
 
 def _hub() -> Path:
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(cache).expanduser()
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(home).expanduser() / "hub"
+        return written(cache)
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return written(home) / "hub"
 
 
 def _hub_files(repo: str) -> Iterator[tuple[str, Path]]:
@@ -136,7 +137,7 @@ def _scan_hub() -> Iterator[tuple[str, Path]]:
 def _scan_ollama() -> Iterator[tuple[str, Path]]:
     """Source: Ollama's docs: manifests/HOST/NAMESPACE/MODEL/TAG is JSON whose model layer names a blob."""
     places = [Path(chosen)] if (chosen := os.environ.get("OLLAMA_MODELS")) else []
-    places += [Path("~/.ollama/models").expanduser(), Path("/usr/share/ollama/.ollama/models")]
+    places += [written("~/.ollama/models"), Path("/usr/share/ollama/.ollama/models")]
     for root in places:
         manifests = root / "manifests"
         for manifest in sorted(manifests.glob("*/*/*/*")) if manifests.is_dir() else []:
@@ -158,7 +159,7 @@ def _scan_ollama() -> Iterator[tuple[str, Path]]:
 
 
 def _scan_lm_studio() -> Iterator[tuple[str, Path]]:
-    for root in (Path("~/.lmstudio/models").expanduser(), Path("~/.cache/lm-studio/models").expanduser()):
+    for root in (written("~/.lmstudio/models"), written("~/.cache/lm-studio/models")):
         for path in sorted(root.glob("*/*/*.gguf")) if root.is_dir() else []:
             if is_first_shard(path.name) and not _AUXILIARY.search(path.name) and _inside(path, root):
                 yield f"lmstudio:{path.relative_to(root).as_posix()}", path
@@ -168,11 +169,11 @@ def _scan_llama_cpp() -> Iterator[tuple[str, Path]]:
     if chosen := os.environ.get("LLAMA_CACHE"):
         root = Path(chosen)
     elif sys.platform == "darwin":
-        root = Path("~/Library/Caches/llama.cpp").expanduser()
+        root = written("~/Library/Caches/llama.cpp")
     elif sys.platform == "win32":
-        root = Path(os.environ.get("LOCALAPPDATA", "~")).expanduser() / "llama.cpp"
+        root = written(os.environ.get("LOCALAPPDATA", "~")) / "llama.cpp"
     else:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "llama.cpp"
+        root = written(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "llama.cpp"
     for path in sorted(root.glob("*.gguf")) if root.is_dir() else []:
         if is_first_shard(path.name) and not _AUXILIARY.search(path.name) and _inside(path, root):
             yield f"llama.cpp:{path.name}", path

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from edgert.folders import written
 from edgert.store.download import CONNECT_SECONDS, DownloadError
 
 
@@ -72,7 +73,7 @@ def _config_files(environ: Mapping[str, str]) -> Iterator[Path]:
     own = environ.get("PIP_CONFIG_FILE", "")
     if own == os.devnull:
         return
-    home = Path(os.path.expanduser("~"))
+    home = written("~")
     site = Path(sys.prefix)
     if sys.platform == "win32":
         yield Path(environ.get("PROGRAMDATA", "C:/ProgramData")) / "pip" / "pip.ini"

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import re
 import sys
 from importlib import metadata
 from pathlib import Path
 
-import platformdirs
+from edgert.folders import cache_root
 
 PACKAGE = "edgert.quantize"
 _IMPORT = re.compile(r"^\s*from (edgert\.quantize[\w.]*) import (\([^)]*\)|[^\n(]*)", re.MULTILINE)
@@ -48,7 +47,7 @@ def _source(module: str) -> bytes:
 
 def cache_folder() -> Path:
     """Where compiled kernels of this package are kept."""
-    return Path(os.environ.get("EDGERT_CACHE") or platformdirs.user_cache_dir("edgert")) / "quantize"
+    return cache_root() / "quantize"
 
 
 def stamp(*modules: str) -> str:

