@@ -334,7 +334,7 @@ class Model:
         Raises: RequestError for no token, ids outside the vocabulary, or the states of several texts at once;
         ContextFullError; BackendUnavailableError where the backend does not show its hidden states.
         """
-        if not hasattr(texts, "__len__"):
+        if not isinstance(texts, str | Sequence | np.ndarray):
             raise RequestError("input", f"must be a text, a list of texts or a list of ids, not {type(texts).__name__}")
         several = not isinstance(texts, str) and len(texts) > 0 and isinstance(texts[0], str | Sequence | np.ndarray)
         if several and pooling == "none":

@@ -193,7 +193,7 @@ def test_what_an_encoder_does_not_do(bert: tuple[Path, Any, Any]) -> None:
             model.logits("Hello")
         with pytest.raises(ContextFullError):
             model.embed("Hello " * 600)
-        for odd in (None, 3, float("nan")):
+        for odd in (None, 3, float("nan"), {"a": 1}):
             with pytest.raises(RequestError, match="must be a text, a list of texts or a list of ids"):
                 model.embed(odd)  # type: ignore[arg-type]
         together = model.embed(["Hello", "world"])
