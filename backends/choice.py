@@ -41,6 +41,7 @@ NEAR_TIE = 0.5
 TURN = 512, 128  # tokens of a prompt and of a reply: the backend that takes the least time for both is the fastest
 SPREAD = ("split_mode", "tensor_split", "main_gpu", "rpc")  # options of llama alone: who gives one asks for it
 BUDGET = 0.5  # seconds for each measured rate
+RENEW = "renew its package and its driver, and look with `edgert doctor`"
 PACKAGES = {
     "llama": ("llama_cpp", "llama-cpp-python", "edgert[gpu]"),
     "onnx": ("onnxruntime", "onnxruntime", "edgert[npu]"),
@@ -253,7 +254,7 @@ class _Trials:
             if not (kl <= MOST_KL and same_top >= LEAST_SAME_TOP):
                 obstacle = (
                     f"its answers are wrong: the cpu backend's likeliest token in {100 * same_top:.0f} % of "
-                    f"{len(expected)} steps, mean KL divergence {kl:.3g}"
+                    f"{len(expected)} steps, mean KL divergence {kl:.3g}: {RENEW}"
                 )
                 self._errors.append(BackendUnavailableError(f"{trial.device}: {obstacle}"))
                 return replace(trial, obstacle=obstacle, kl=None if math.isnan(kl) else trial.kl)
@@ -312,8 +313,8 @@ def _words(error: Exception) -> str:
     if isinstance(error, EdgertError):
         return str(error)
     if isinstance(error, MemoryError):
-        return "there is not enough memory for it"
-    return f"it failed ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        return "there is not enough memory for it: choose a smaller -c/--ctx-size"
+    return f"it failed ({type(error).__name__}: {' '.join(str(error).split())[:300]}): {RENEW}"
 
 
 def remembered(file: GGUFFile, named: bool = True) -> dict[str, Any] | None:

@@ -19,8 +19,8 @@ FAILURES: dict[str, tuple[BaseException | dict[str, Any], str]] = {
     "corrupt blob": (BackendUnavailableError("its blob is damaged and does not compile"), "its blob is damaged"),
     "unsupported op": (UnsupportedFormatError("it lacks the operator Swish"), "lacks the operator Swish"),
     "out of memory": (DoesNotFitError("it needs 900 MiB, 100 MiB are free: use -c 64"), "needs 900 MiB"),
-    "no memory at all": (MemoryError(), "there is not enough memory for it"),
-    "the library's own": (RuntimeError("CUDA error 719"), "it failed (RuntimeError: CUDA error 719)"),
+    "no memory at all": (MemoryError(), "there is not enough memory for it: choose a smaller -c"),
+    "the library's own": (RuntimeError("CUDA error 719"), "it failed (RuntimeError: CUDA error 719): renew its"),
     "wrong answer": ({"bend": lambda self, logits: logits[:, ::-1]}, "its answers are wrong"),
     "no numbers": ({"bend": lambda self, logits: logits * np.float32(np.nan)}, "its answers are wrong"),
 }
