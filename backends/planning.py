@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edgert.backends import choice
@@ -58,13 +58,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Request:
-    """What shall be run: a context for each of n_parallel conversations, and a draft beside the model."""
+    """What shall be run: a context for each of n_parallel conversations, and a draft beside the model.
+
+    made_draft:  the one that comes with the model: where none is named it guesses, on the cpu backend alone
+    """
 
     file: GGUFFile
     n_ctx: int
     n_parallel: int = 1
     types: Types = (None, None)
     draft: GGUFFile | None = None
+    made_draft: GGUFFile | None = None
 
 
 def places(request: Request, machine: Rates | None) -> list[Place]:
@@ -73,7 +77,7 @@ def places(request: Request, machine: Rates | None) -> list[Place]:
     machine:  the rates of this machine for the model's heads; None leaves predictions out
     """
     a = describe(request.file)
-    found = [_on_cpu(request, a, machine)]
+    found = [_on_cpu(replace(request, draft=request.draft or request.made_draft), a, machine)]
     found += _on_gpus(request, a)
     found += _on_llama(request, a)
     found += _on_onnx(request, a)
@@ -120,8 +124,6 @@ def _read_at_end(a: Architecture, cost: Footprint, n_ctx: int) -> float:
 
 
 def _changed(place: Place, **fields: Any) -> Place:
-    from dataclasses import replace
-
     return replace(place, **fields)
 
 

@@ -70,6 +70,18 @@ def test_a_plan_for_several_conversations_and_a_draft(tiny_model: Callable[..., 
     assert isinstance(other.exception, EdgertError) and "must share its model's vocabulary" in str(other.exception)
 
 
+def test_a_plan_counts_the_draft_that_comes_with_the_model(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]
+) -> None:
+    """On the cpu backend, which alone guesses unasked."""
+    draft = tiny_model("llama", n_layer=1)
+    monkeypatch.setattr("edgert.speculation.loading.find_made_for", lambda _file: draft)
+    facts = json.loads(edgert("plan", "-m", str(tiny_model("llama")), "-c", "128", "--json").output)
+    assert facts["draft"] == str(draft)
+    for place in facts["places"]:
+        assert (place["memory"]["draft"] > 0) == (place["backend"] == "cpu")
+
+
 def test_a_plan_that_fits_nowhere_fails_and_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]
 ) -> None:

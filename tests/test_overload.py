@@ -14,11 +14,17 @@ from fake import FakeBackend, FakeTokenizer, fake_model, prompt_of, quickest, to
 from paged_fake import PagedFake
 from test_engine_schedules import by_hand, check, finish, generation, result
 
-from edgert.errors import DoesNotFitError, QueueFullError, QueueTimeoutError
+from edgert.errors import DoesNotFitError, QueueFullError, QueueTimeoutError, RequestError
 from edgert.generation import Engine, Limits
 from edgert.model import Model
 
 # The queue
+
+
+@pytest.mark.parametrize("n_parallel", [0, -1, 1.5, 10**9])
+def test_odd_numbers_of_requests_at_once_are_refused(n_parallel: float) -> None:
+    with pytest.raises(RequestError, match="n_parallel"):
+        Limits(n_parallel=n_parallel)  # type: ignore[arg-type]
 
 
 def test_six_hundred_at_once() -> None:

@@ -47,15 +47,16 @@ def command(
     from edgert.backends.cpu import rates
     from edgert.quantize.architecture import describe
     from edgert.quantize.gguf_file import GGUFFile
-    from edgert.speculation.loading import check_vocabulary, find
+    from edgert.speculation.loading import check_vocabulary, find, find_made_for
 
     path = model_path(model)
-    draft = None if model_draft is None else find(model_draft)
     with ExitStack() as stack, ProgressLine() as line, notices(line):
         file = stack.enter_context(GGUFFile.open(path))
+        draft = find_made_for(file) if model_draft is None else find(model_draft)
         draft_file = None if draft is None else stack.enter_context(GGUFFile.open(draft))
         if draft_file is not None:
             check_vocabulary(file, draft_file)
+        drafts = {"made_draft" if model_draft is None else "draft": draft_file}
         n_ctx = context.chosen(file, ctx_size)
         context.warn_beyond(file, n_ctx)
         machine = None
@@ -64,7 +65,7 @@ def command(
             a = describe(file)
             heads = a.n_head, a.n_head_kv, a.head_dim
             machine = rates.rates(threads, heads, (cache_type_k, cache_type_v), progress=compiling(line))
-        request = planning.Request(file, n_ctx, parallel, (cache_type_k, cache_type_v), draft_file)
+        request = planning.Request(file, n_ctx, parallel, (cache_type_k, cache_type_v), **drafts)
         places = planning.places(request, machine)
     facts = {
         "model": str(path),

@@ -11,6 +11,7 @@ PREFIX_CACHES = ("shared", "user", "off")
 STALL = 3.0
 PATIENCE = 1.0  # seconds
 PARALLEL = 4  # requests computed at once, unless told otherwise
+MOST_PARALLEL = 1024
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,14 @@ class Limits:
     prefix_quota: int | None = None
 
     def __post_init__(self) -> None:
-        for name, low in (("n_parallel", 1), ("n_queue", 0), ("prefix_quota", 0)):
+        for name, low, high in (
+            ("n_parallel", 1, MOST_PARALLEL),
+            ("n_queue", 0, 2**31 - 1),
+            ("prefix_quota", 0, 2**31 - 1),
+        ):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, integer(name, value, low, 2**31 - 1))
+                object.__setattr__(self, name, integer(name, value, low, high))
         for name, least, most in (
             ("window", 0.0, 10.0),
             ("stall", 1.0, 1e6),
