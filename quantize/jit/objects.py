@@ -42,8 +42,8 @@ def load(module: str, name: str) -> Callable[..., int]:
     function = Function(_address(*found))
 
     def call(*arguments: NDArray[Any] | int) -> int:
-        words = [one.ctypes.data if isinstance(one, np.ndarray) else one for one in arguments]
-        return int(function(np.array(words, np.int64).ctypes.data))
+        words = np.array([one.ctypes.data if isinstance(one, np.ndarray) else one for one in arguments], np.int64)
+        return int(function(words.ctypes.data))  # of a name: what has none is freed before the call
 
     return call
 
