@@ -258,18 +258,38 @@ def on_llama(path: Path, n_ctx: int, **request: Any) -> planning.Place:
     return next(place for place in found if (place.backend, place.device) == ("llama", "cpu"))
 
 
-@needs_llama
-@pytest.mark.parametrize("quant", [Type.Q4_0, Type.Q4_1, Type.Q4_K, Type.Q8_0])
-def test_llama_s_weights_and_cache_are_what_it_reports(tiny_model: Callable[..., Path], quant: Type) -> None:
-    """Copies in layouts of its own included, as this build and processor make them."""
-    path = tiny_model("llama", quant=quant, n_embd=512, n_ff=512, head_dim=64, n_vocab=2048)
+HELD = """
+import sys
+from edgert import backends
+from edgert.backends import planning
+from edgert.quantize.gguf_file import GGUFFile
+for path in sys.argv[1:]:
     backend = backends.load(path, backend="llama", device="cpu", n_ctx=512, n_threads=1)
-    sizes = [float(size) for _, what, size in backend._buffers if what == "model"]  # type: ignore[attr-defined]
+    weights = sum(float(size) for _, what, size in backend._buffers if what == "model") * 2**20
     held = backend.memory()
     backend.close()
-    place = on_llama(path, 512)  # afterwards, since a first load finds out about AMX
-    assert place.memory["weights"] == pytest.approx(sum(sizes) * (1 << 20), rel=0.03)
-    assert place.memory["kv"] == held["kv"]
+    with GGUFFile.open(path) as file:  # afterwards, since a first load finds out about AMX
+        places = planning.places(planning.Request(file, 512), None)
+    place = next(place for place in places if (place.backend, place.device) == ("llama", "cpu"))
+    print(weights, place.memory["weights"], held["kv"], place.memory["kv"])
+"""
+
+
+@needs_llama
+def test_llama_s_weights_and_cache_are_what_it_reports(tiny_model: Callable[..., Path]) -> None:
+    """Copies in layouts of its own included, as this build and processor make them.
+
+    In a process of its own: where edgert's kernels have used AMX, llama.cpp's that fail can only be avoided without
+    such layouts.
+    """
+    shape = {"n_embd": 512, "n_ff": 512, "head_dim": 64, "n_vocab": 2048}
+    paths = [tiny_model("llama", quant=quant, **shape) for quant in (Type.Q4_0, Type.Q4_1, Type.Q4_K, Type.Q8_0)]
+    done = subprocess.run([sys.executable, "-c", HELD, *paths], capture_output=True, text=True, check=True)
+    for line in done.stdout.splitlines():
+        weights, planned, kv, planned_kv = map(float, line.split())
+        assert planned == pytest.approx(weights, rel=0.03)
+        assert planned_kv == kv
+    assert len(done.stdout.splitlines()) == len(paths)
 
 
 @needs_llama
@@ -311,10 +331,17 @@ def test_types_that_llama_copies_follow_its_own_words() -> None:
 PEAK = """
 import sys
 import edgert
+from edgert.backends import planning
 from edgert.devices import probe
-with edgert.load(sys.argv[1], backend="llama", device="cpu", n_ctx=int(sys.argv[2]), n_threads=1) as model:
+from edgert.quantize.gguf_file import GGUFFile
+path, n_ctx = sys.argv[1], int(sys.argv[2])
+with edgert.load(path, backend="llama", device="cpu", n_ctx=n_ctx, n_threads=1) as model:
     model.generate(list(range(100, 612)), max_tokens=2, temperature=0, ignore_eos=True)
-    print(probe.process_memory()[1])
+    peak = probe.process_memory()[1]
+with GGUFFile.open(path) as file:
+    places = planning.places(planning.Request(file, n_ctx), None)
+place = next(place for place in places if (place.backend, place.device) == ("llama", "cpu"))
+print(peak, place.memory["total"])
 """
 
 
@@ -326,4 +353,5 @@ def test_llama_s_peak_is_foretold(name: str, n_ctx: int, request: pytest.Fixture
     """The cache is taken whole at load, so that a prompt of a whole pass shows the peak."""
     path = request.getfixturevalue(f"{name}_path")
     done = subprocess.run([sys.executable, "-c", PEAK, path, str(n_ctx)], capture_output=True, text=True, check=True)
-    assert on_llama(path, n_ctx).memory["total"] == pytest.approx(int(done.stdout.split()[-1]), rel=0.15)
+    peak, planned = map(int, done.stdout.split()[-2:])
+    assert planned == pytest.approx(peak, rel=0.15)
