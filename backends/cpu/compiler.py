@@ -24,12 +24,12 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.memory import give_back_code
 from edgert.errors import BackendUnavailableError
 from edgert.folders import cache_root
+from edgert.quantize.jit.objects import engine
 
 logger = logging.getLogger(__name__)
 
@@ -134,36 +134,6 @@ def _compile_root(isa: Isa) -> Path:
     return Path(_spare[0].name) if _spare else folder.parent.parent
 
 
-# Helpers that Numba's wrappers name for the case that a kernel raises. None does: they check nothing.
-_NEVER_CALLED = (
-    "numba_gil_ensure",
-    "numba_gil_release",
-    "numba_unpickle",
-    "numba_do_raise",
-    "numba_runtime_build_excinfo_struct",
-    "NRT_Free",
-)
-
-
-def _define_helpers(binding: Any) -> None:
-    abort = ctypes.cast(ctypes.pythonapi.Py_FatalError, ctypes.c_void_p).value
-    for name in _NEVER_CALLED:
-        if not binding.address_of_symbol(name):
-            binding.add_symbol(name, abort)
-
-
-@functools.cache
-def _engine() -> Any:
-    """One MCJIT engine for the process; it owns all loaded code, so it lives as long as the process."""
-    from llvmlite import binding
-
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    _define_helpers(binding)
-    machine = binding.Target.from_default_triple().create_target_machine()
-    return binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
-
-
 _addresses: dict[tuple[str, Isa], int] = {}
 
 
@@ -175,7 +145,6 @@ def addresses(names: Iterable[str], isa: Isa, progress: Progress | None = None) 
         if missing := [name for name in wanted if stored[name] is None]:
             compile_all(missing, isa, progress)
             stored.update((name, _stored(name, isa)) for name in missing)
-        engine = _engine()
         from llvmlite import binding
 
         symbols = {}
@@ -183,10 +152,10 @@ def addresses(names: Iterable[str], isa: Isa, progress: Progress | None = None) 
             if found is None:
                 raise BackendUnavailableError(f"{object_file(name, isa)} cannot be read: delete its folder.")
             symbols[name], code = found
-            engine.add_object_file(binding.ObjectFileRef.from_data(code))
-        engine.finalize_object()
+            engine().add_object_file(binding.ObjectFileRef.from_data(code))
+        engine().finalize_object()
         for name in wanted:
-            _addresses[name, isa] = engine.get_function_address(symbols[name])
+            _addresses[name, isa] = engine().get_function_address(symbols[name])
         give_back_code("libllvmlite")
     return {name: _addresses[name, isa] for name in names}
 

@@ -82,8 +82,8 @@ _NEVER_CALLED = (
 
 
 @functools.cache
-def _engine() -> Any:
-    """It owns all loaded code, so it lives as long as the process."""
+def engine() -> Any:
+    """One MCJIT engine for the process; it owns all loaded code, so it lives as long as the process."""
     from llvmlite import binding
 
     binding.initialize_native_target()
@@ -99,7 +99,6 @@ def _engine() -> Any:
 def _address(symbol: str, code: bytes) -> int:
     from llvmlite import binding
 
-    engine = _engine()
-    engine.add_object_file(binding.ObjectFileRef.from_data(code))
-    engine.finalize_object()
-    return int(engine.get_function_address(symbol))
+    engine().add_object_file(binding.ObjectFileRef.from_data(code))
+    engine().finalize_object()
+    return int(engine().get_function_address(symbol))
