@@ -29,7 +29,7 @@ from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.memory import give_back_code
 from edgert.errors import BackendUnavailableError
 from edgert.folders import cache_root
-from edgert.quantize.jit.objects import engine
+from edgert.quantize.jit.objects import engine, read, write
 
 logger = logging.getLogger(__name__)
 
@@ -90,18 +90,6 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _stored(name: str, isa: Isa) -> tuple[str, bytes] | None:
-    """A kernel's symbol and object code, or None where they are absent or damaged: wrong code would end the process."""
-    try:
-        digest, _, content = object_file(name, isa).read_bytes().partition(b" ")
-    except OSError:
-        return None
-    if digest != hashlib.sha256(content).hexdigest().encode():
-        return None
-    symbol, _, code = content.partition(b"\0")
-    return symbol.decode(), code
-
-
 ROOM = 4_000_000  # bytes; many times what the kernels of a model take
 
 
@@ -141,10 +129,10 @@ def addresses(names: Iterable[str], isa: Isa, progress: Progress | None = None) 
     """Addresses of kernels, compiled first where the cache lacks them (in child processes, one per core)."""
     wanted = [name for name in dict.fromkeys(names) if (name, isa) not in _addresses]
     if wanted:
-        stored = {name: _stored(name, isa) for name in wanted}
+        stored = {name: read(object_file(name, isa)) for name in wanted}
         if missing := [name for name in wanted if stored[name] is None]:
             compile_all(missing, isa, progress)
-            stored.update((name, _stored(name, isa)) for name in missing)
+            stored.update((name, read(object_file(name, isa))) for name in missing)
         from llvmlite import binding
 
         symbols = {}
@@ -174,7 +162,7 @@ def compile_all(names: Sequence[str], isa: Isa, progress: Progress | None = None
         progress(0, len(names))
         lock.acquire()
     try:
-        missing = [name for name in names if _stored(name, isa) is None]
+        missing = [name for name in names if read(object_file(name, isa)) is None]
         if missing:
             _compile(missing, isa, root, progress)
         else:
@@ -223,7 +211,7 @@ def _compile(names: Sequence[str], isa: Isa, root: Path, progress: Progress) -> 
 
 
 def compile_one(name: str, isa: Isa) -> None:
-    """Builds one kernel and stores its object code: SHA-256 of what follows, symbol, a zero byte, the object file."""
+    """Builds one kernel and stores its object code."""
     from numba import cfunc, types
 
     module, parameters = parse_name(name)
@@ -232,14 +220,7 @@ def compile_one(name: str, isa: Isa) -> None:
     function.__qualname__ = function.__name__ = f"{isa.name}_{name}"
     signature = types.void(types.int64, types.int64, types.int64)
     compiled = cfunc(signature, error_model="numpy", forceinline=True)(function)
-    code = compiled._library._get_compiled_object()
-    path = object_file(name, isa)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as out:
-        content = compiled.native_name.encode() + b"\0" + code
-        out.write(hashlib.sha256(content).hexdigest().encode() + b" " + content)
-    os.replace(temporary, path)
+    write(object_file(name, isa), compiled.native_name, compiled._library._get_compiled_object())
 
 
 def main(names: Sequence[str]) -> None:

@@ -100,7 +100,18 @@ class CpuDraft(CpuBackend):
 
         Raises: DoesNotFitError when the cache is full.
         """
-        return self._guess(sequence, pending, chain, history, n, stakes)
+        cache, graph, guessing = self._cache, self._graph, self._guessing
+        length, rows = cache.lengths[sequence], len(pending)
+        most = min(stakes.most, guessing.most, self.n_ctx - length - rows + 1)
+        if cache.missing({sequence: length + rows + most - 1}):
+            raise DoesNotFitError("The draft's cache is full.")
+        cache.grow(sequence, length + rows + most - 1)
+        graph.few.lay_out(pending, length, sequence, 1)
+        chain.prepare(self._logits_address, history, n)
+        guessing.set(chain, stakes, most, length + rows - 1)
+        self._team.walk(*guessing.tape(rows, most))
+        cache.shorten(sequence, length + rows + guessing.steps - 1)
+        return guessing.shares[: guessing.count]
 
     def guess_and_check(
         self,
@@ -130,25 +141,9 @@ class CpuDraft(CpuBackend):
         words[PLACE["target_chain"]], words[PLACE["target_logits"]] = target.address, check.logits_address
         chosen: list[int] = []
         try:
-            shares = self._guess(sequence, pending, chain, history, n, stakes)
+            shares = self.guess(sequence, pending, chain, history, n, stakes)
             chosen = [token for token in target.chosen if token >= 0]
         finally:
             words[PLACE["tapes"]] = 0
             check.end(sequence, n + len(chosen) - 1)
         return shares, words[PLACE["checked"]], chosen
-
-    def _guess(
-        self, sequence: int, pending: list[int], chain: Chain, history: NDArray[np.int32], n: int, stakes: Stakes
-    ) -> NDArray[np.float64]:
-        cache, graph, guessing = self._cache, self._graph, self._guessing
-        length, rows = cache.lengths[sequence], len(pending)
-        most = min(stakes.most, guessing.most, self.n_ctx - length - rows + 1)
-        if cache.missing({sequence: length + rows + most - 1}):
-            raise DoesNotFitError("The draft's cache is full.")
-        cache.grow(sequence, length + rows + most - 1)
-        graph.few.lay_out(pending, length, sequence, 1)
-        chain.prepare(self._logits_address, history, n)
-        guessing.set(chain, stakes, most, length + rows - 1)
-        self._team.walk(*guessing.tape(rows, most))
-        cache.shorten(sequence, length + rows + guessing.steps - 1)
-        return guessing.shares[: guessing.count]

@@ -31,14 +31,14 @@ def load(module: str, name: str) -> Callable[..., int]:
     integers, and gives an integer. Without the GIL while it runs."""
     kept = sources(module)  # none: a frozen application
     path = cache_folder() / f"{name}.{stamp(module)}.o"
-    found = _read(path) if kept else None
+    found = read(path) if kept else None
     if found is None:
         from edgert.quantize.jit.compiled import object_code
 
         found = object_code(importlib.import_module(module).build(name), name)
         if kept:
             with contextlib.suppress(OSError):
-                _write(path, *found)
+                write(path, *found)
     function = Function(_address(*found))
 
     def call(*arguments: NDArray[Any] | int) -> int:
@@ -48,7 +48,7 @@ def load(module: str, name: str) -> Callable[..., int]:
     return call
 
 
-def _read(path: Path) -> tuple[str, bytes] | None:
+def read(path: Path) -> tuple[str, bytes] | None:
     """A symbol and its object code; None where they are absent or damaged: wrong code would end the process."""
     try:
         digest, _, content = path.read_bytes().partition(b" ")
@@ -60,7 +60,8 @@ def _read(path: Path) -> tuple[str, bytes] | None:
     return symbol.decode(), code
 
 
-def _write(path: Path, symbol: str, code: bytes) -> None:
+def write(path: Path, symbol: str, code: bytes) -> None:
+    """Keeps a kernel: SHA-256 of what follows, its symbol, a zero byte, its object code. Raises: OSError."""
     content = symbol.encode() + b"\0" + code
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent)
