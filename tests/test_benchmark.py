@@ -26,7 +26,7 @@ from edgert.backends.cpu.isa import available
 from edgert.benchmark import Facts, Result, measure, plan, runner
 from edgert.benchmark.process import EngineProcess
 from edgert.benchmark.runner import Runner, Test
-from edgert.cli.bench import as_csv, as_table, command
+from edgert.cli.verbs.bench import as_csv, as_table, command
 from edgert.devices import probe
 from edgert.errors import EdgertError
 from edgert.quantize.gguf_file import GGUFFile

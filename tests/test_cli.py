@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from index_server import Index, make_wheel, random_bytes, serve
 
-from edgert.cli.loading import ProgressLine, compiling
+from edgert.cli.progress import ProgressLine, compiling
 
 FAKE = Path(__file__).with_name("fake_model.py")
 

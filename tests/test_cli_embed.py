@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import edgert
-from edgert.cli.embed import command
+from edgert.cli.verbs.embed import command
 
 
 def embed(*arguments: str, stdin: bytes | None = None) -> Result:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from edgert.cli.imatrix import command
+from edgert.cli.verbs.imatrix import command
 from edgert.errors import EdgertError
 from edgert.quantize.imatrix import read_imatrix
 

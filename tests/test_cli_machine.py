@@ -19,7 +19,7 @@ from edgert.backends import selftest
 from edgert.backends.cpu import rates
 from edgert.backends.cpu.rates import Rates
 from edgert.backends.selftest import Finding
-from edgert.cli import devices, doctor
+from edgert.cli.verbs import devices, doctor
 from edgert.devices import gpus, probe
 from edgert.errors import EdgertError
 

@@ -11,7 +11,7 @@ import gguf
 import pytest
 
 from edgert import cli
-from edgert.cli.sensitivity import as_text
+from edgert.cli.verbs.sensitivity import as_text
 
 
 def test_a_tiny_model_is_measured_and_its_file_shown_again(
@@ -78,7 +78,7 @@ def test_without_matplotlib_a_picture_is_refused_before_the_work(
     tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("edgert.cli.sensitivity.measured", None)  # whoever measures fails
+    monkeypatch.setattr("edgert.cli.verbs.sensitivity.measured", None)  # whoever measures fails
     assert cli.call(["sensitivity", str(tiny_model("llama")), "--png", str(tmp_path / "s.png")]) == 1
     said = capsys.readouterr()
     assert said.err == 'edgert: A picture needs matplotlib: pip install "edgert[plots]", or leave --png out.\n'

@@ -16,7 +16,7 @@ from reference import Reference
 
 from edgert import evaluate as module
 from edgert.backends.base import Backend, Batch, Verdict
-from edgert.cli.perplexity import command
+from edgert.cli.verbs.perplexity import command
 from edgert.errors import EdgertError, RequestError
 from edgert.evaluate import check_same_vocabulary, chunks_of, evaluate, scored
 from edgert.quantize import divergence

@@ -19,7 +19,7 @@ from edgert import backends
 from edgert.backends.base import Batch, Stakes
 from edgert.backends.cpu.draft import CpuDraft
 from edgert.backends.cpu.sampling import SampleKernel
-from edgert.cli import tune_draft
+from edgert.cli.verbs import tune_draft
 from edgert.errors import EdgertError, RequestError
 from edgert.options import SamplingParams
 from edgert.quantize.gguf_file import GGUFFile

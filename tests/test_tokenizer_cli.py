@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from edgert.cli.tokenize import command
+from edgert.cli.verbs.tokenize import command
 
 
 def tokenize(*arguments: str, stdin: bytes | None = None) -> Result:

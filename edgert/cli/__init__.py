@@ -39,11 +39,11 @@ VERBS = {
 
 
 def _module(verb: str) -> str:
-    return f"edgert.cli.{verb.replace('-', '_')}"
+    return f"edgert.cli.verbs.{verb.replace('-', '_')}"
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are modules `edgert.cli.VERB`, each with a click command named `command`."""
+    """A group whose commands are modules `edgert.cli.verbs.VERB`, each with a click command named `command`."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

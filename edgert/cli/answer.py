@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from edgert.cli.loading import ProgressLine, bar
+from edgert.cli.progress import ProgressLine, bar
 
 if TYPE_CHECKING:
     from edgert.reply import Progress, Stats

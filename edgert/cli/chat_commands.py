@@ -15,7 +15,7 @@ from edgert.errors import EdgertError, RequestError
 from edgert.folders import written
 
 if TYPE_CHECKING:
-    from edgert.cli.chat import Chat
+    from edgert.cli.verbs.chat import Chat
 
 # What /set parameter takes -> field of a request; Ollama's and llama.cpp's names are understood too.
 PARAMETERS = {

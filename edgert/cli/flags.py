@@ -56,6 +56,20 @@ class Parts(click.ParamType):
         return tuple(self._type(part, param, ctx) for part in parts)
 
 
+class Several(click.ParamType):
+    """Values of a type between commas, each once."""
+
+    def __init__(self, type_: click.ParamType) -> None:
+        self._type = type_
+        self.name = f"{'N' if isinstance(type_, click.types.IntParamType) else type_.name},..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
+        """Raises: click.UsageError for a value that the type refuses."""
+        if isinstance(value, list):
+            return value
+        return list(dict.fromkeys(self._type.convert(part, param, ctx) for part in value.split(",")))
+
+
 def backend_flags(function: F) -> F:
     """Which engine runs the model, and on what."""
     return _stack(

@@ -43,7 +43,7 @@ def loader(parallel: int, cache_tokens: int | None, **always: Any) -> Callable[.
 
     def load(source: str | Path, **options: Any) -> Model:
         import edgert
-        from edgert.cli.loading import ProgressLine, compiling
+        from edgert.cli.progress import ProgressLine, compiling
 
         options = {"n_parallel": parallel} | always | options
         with ProgressLine() as line:

@@ -18,7 +18,7 @@ from edgert.backends.cpu import copies
 from edgert.backends.cpu.backend import CpuBackend
 from edgert.backends.cpu.memory import FreshMemory
 from edgert.backends.cpu.weights import Packer
-from edgert.cli import rm
+from edgert.cli.verbs import rm
 from edgert.errors import RequestError
 
 TOKENS = list(range(2, 40))

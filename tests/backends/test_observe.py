@@ -169,7 +169,7 @@ def test_npus_show_nothing(
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_an_importance_matrix_is_the_cpu_backend_s(name: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    from edgert.cli.imatrix import command
+    from edgert.cli.verbs.imatrix import command
 
     path = tiny_model("llama", tied=True)
     made = {}

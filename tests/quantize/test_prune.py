@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from gguf import GGMLQuantizationType as Type
 from llama_oracle import llama_cpp_logits
 
-from edgert.cli.prune import command
+from edgert.cli.verbs.prune import command
 from edgert.errors import RequestError
 from edgert.quantize.engine import open_engine
 from edgert.quantize.gguf_file import GGUFFile

@@ -21,7 +21,7 @@ from reference import Reference, kl_divergence
 
 from edgert import backends, cli
 from edgert.backends.base import Batch
-from edgert.cli.quantize import command
+from edgert.cli.verbs.quantize import command
 from edgert.quantize.gguf_file import GGUFFile
 
 TOKENS = np.random.default_rng(3).integers(6, 370, 60).tolist()
@@ -410,13 +410,13 @@ def test_nothing_that_is_read_is_replaced(
 def test_a_stage_that_comes_back_is_shown_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     from rich.progress import Progress
 
-    from edgert.cli.quantize import progress
+    from edgert.cli.progress import stages
 
-    stages, drawn = ["compiling", "compiling", "calibrating", "compiling", "quantizing"], []
+    names, drawn = ["compiling", "compiling", "calibrating", "compiling", "quantizing"], []
 
     def run_through() -> None:
-        with progress() as tell:
-            for stage in stages:
+        with stages() as tell:
+            for stage in names:
                 tell(stage, "", 1, 2)
 
     run_through()

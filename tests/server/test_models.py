@@ -18,8 +18,8 @@ from harness import Server, serving, serving_model, wait_for
 from shelf import Shelf, names, text
 
 from edgert import cli
-from edgert.cli import top
-from edgert.cli.serve import command as serve_command
+from edgert.cli.verbs import top
+from edgert.cli.verbs.serve import command as serve_command
 from edgert.errors import EdgertError, ModelFileError, RequestError
 from edgert.server import app, config, registry
 from edgert.server.registry import FOREVER, Spec, duration

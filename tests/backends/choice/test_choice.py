@@ -226,7 +226,7 @@ def test_the_model_and_its_engine_carry_the_verdict(monkeypatch: pytest.MonkeyPa
 
 
 def test_show_tells_the_choice_before_and_after(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    from edgert.cli.show import as_text, describe_file
+    from edgert.cli.verbs.show import as_text, describe_file
 
     def told() -> tuple[Any, str]:
         with GGUFFile.open(path) as file:

@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from edgert.cli.flags import flag, grammar_flags, json_flag, model_flags, request_of, sampling_flags
-from edgert.cli.loading import ProgressLine, load
+from edgert.cli.loading import load
+from edgert.cli.progress import ProgressLine
 from edgert.cli.text import TEXT, decoded, text_of
 from edgert.cli.verb import verb
 

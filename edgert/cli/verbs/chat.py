@@ -9,7 +9,8 @@ import click
 
 from edgert import store
 from edgert.cli.flags import flag, grammar_flags, model_flags, request_of, sampling_flags
-from edgert.cli.loading import ProgressLine, load
+from edgert.cli.loading import load
+from edgert.cli.progress import ProgressLine
 from edgert.cli.text import TEXT, decoded
 from edgert.cli.verb import verb
 from edgert.errors import ContextFullError, EdgertError

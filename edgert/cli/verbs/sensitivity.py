@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgert.cli.flags import flag, json_flag, threads_flag
-from edgert.cli.loading import ProgressLine, bar, model_path, notices
+from edgert.cli.loading import model_path
+from edgert.cli.progress import ProgressLine, bar, notices
 from edgert.cli.verb import verb
 from edgert.errors import EdgertError
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from edgert.cli.flags import flag, json_flag, threads_flag
-from edgert.cli.quantize import progress, source_path
+from edgert.cli.loading import source_path
+from edgert.cli.progress import stages
 from edgert.cli.verb import verb
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def command(
             err=True,
         )
 
-    with progress() as on_progress:
+    with stages() as on_progress:
         result = prune.prune(
             source_path(source),
             output,

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from edgert.cli.flags import json_flag
-from edgert.cli.loading import ProgressLine, compiling
+from edgert.cli.progress import ProgressLine, compiling
 from edgert.cli.verb import verb
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgert.cli.flags import CACHE_FLAGS, CONTEXT, flag, json_flag, threads_flag
-from edgert.cli.loading import ProgressLine, compiling, model_path, notices
+from edgert.cli.loading import model_path
+from edgert.cli.progress import ProgressLine, compiling, notices
 from edgert.cli.verb import verb
 
 if TYPE_CHECKING:

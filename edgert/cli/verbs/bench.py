@@ -9,26 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgert.cli.flags import CACHE_FLAGS, CONTEXT, THREADS_HELP, Threads, backend_flags, backend_options, flag
-from edgert.cli.loading import ProgressLine, compiling, model_path, notices
+from edgert.cli.flags import CACHE_FLAGS, CONTEXT, THREADS_HELP, Several, Threads, backend_flags, backend_options, flag
+from edgert.cli.loading import model_path
+from edgert.cli.progress import ProgressLine, compiling, notices
 from edgert.cli.verb import verb
 
 if TYPE_CHECKING:
     from edgert.benchmark import Result
-
-
-class Several(click.ParamType):
-    """Values of a type between commas, each once."""
-
-    def __init__(self, type_: click.ParamType) -> None:
-        self._type = type_
-        self.name = f"{'N' if isinstance(type_, click.types.IntParamType) else type_.name},..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
-        """Raises: click.UsageError for a value that the type refuses."""
-        if isinstance(value, list):
-            return value
-        return list(dict.fromkeys(self._type.convert(part, param, ctx) for part in value.split(",")))
 
 
 @verb()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import click
 
 from edgert.cli.flags import json_flag
-from edgert.cli.loading import ProgressLine
+from edgert.cli.progress import ProgressLine
 from edgert.cli.verb import verb
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgert.cli.bench import Several
-from edgert.cli.flags import json_flag, model_flags
-from edgert.cli.loading import ProgressLine, bar, load
+from edgert.cli.flags import Several, json_flag, model_flags
+from edgert.cli.loading import load
+from edgert.cli.progress import ProgressLine, bar
 from edgert.cli.verb import verb
 from edgert.errors import EdgertError
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from edgert.cli.flags import flag, json_flag, threads_flag
+from edgert.cli.loading import source_path
+from edgert.cli.progress import stages
 from edgert.cli.verb import verb
 
 if TYPE_CHECKING:
-    from edgert.quantize.progress import OnProgress
     from edgert.quantize.report import Report
     from edgert.quantize.settings import Budget
 
@@ -87,7 +85,7 @@ def command(source: str, output: Path | None, as_json: bool, **flags: Any) -> No
         raise click.UsageError("--bpw, --size and --type each say how large the result may be: give one of them.")
     budget = budget_of(**budgets)
     try:
-        with progress() as on_progress:
+        with stages() as on_progress:
             report = quantizer.quantize(
                 source_path(source), output, budget=budget, progress=on_progress, **_python_names(flags)
             )
@@ -105,14 +103,6 @@ def budget_of(bpw: float | None, size: str | None, type_name: str | None) -> Bud
     if size is not None:
         return Budget(size=n_bytes(size))
     return bpw if type_name is None else Budget.named(type_name)
-
-
-def source_path(source: str) -> Path:
-    """A path as it is; else the file of a model by its name."""
-    from edgert import store
-
-    path = Path(source)
-    return path if path.exists() else store.resolve(source)
 
 
 def _python_names(flags: dict[str, Any]) -> dict[str, Any]:
@@ -135,51 +125,6 @@ def _python_names(flags: dict[str, Any]) -> dict[str, Any]:
         "calibration_tokens": flags.pop("tokens"),
         "n_threads": flags.pop("threads") or default_threads(),
     }
-
-
-@contextmanager
-def progress() -> Iterator[OnProgress]:
-    """A bar on standard error that tells the stage, the tensor, the time left and the memory taken.
-
-    Where that is no terminal, one line for each stage, again when it comes back.
-    """
-    if not sys.stderr.isatty():
-        shown = ""
-
-        def plain(stage: str, name: str, done: float, total: float) -> None:
-            nonlocal shown
-            if stage != shown:
-                shown = stage
-                click.echo(stage, err=True)
-
-        yield plain
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from edgert.devices import probe
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.percentage:3.0f} %"),
-        TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[memory]}  {task.fields[name]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        shown, task = "", None
-
-        def draw(stage: str, name: str, done: float, total: float) -> None:
-            nonlocal shown, task
-            if stage != shown:  # kernels are compiled more than once, each time with a bar of their own
-                if task is not None:
-                    bars.remove_task(task)
-                shown, task = stage, bars.add_task(stage, total=total, name="", memory="")
-            assert task is not None
-            memory = f"{probe.process_memory()[0] / 1e6:,.0f} MB"
-            bars.update(task, completed=done, total=total, name=name, memory=memory)
-
-        yield draw
 
 
 def as_text(report: Report) -> str:

@@ -1,0 +1,1 @@
+"""A module for each verb, with its click command named `command`."""
