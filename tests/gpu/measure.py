@@ -3,7 +3,8 @@
     python tests/gpu/measure.py --models FOLDER --llama-bench PATH --out FOLDER [--steps auto,rates,...] [--layers 32]
 
 FOLDER holds GGUF files; a random 7B-shaped Q4_K llama is written there. Each step is reported as it ends, and a step
-that fails is reported and does not end the others. gpu.json and gpu.md hold everything.
+that fails is reported and does not end the others; one for which --seconds leave no time is left out and named.
+gpu.json and gpu.md hold everything.
 
 A GPU that was idle takes a while to reach its clock, and a model of 100 MB is through with a prompt before that: every
 measured engine first works for WARM_UP seconds, and repeats its test until it has worked as long again.
@@ -12,6 +13,7 @@ measured engine first works for WARM_UP seconds, and repeats its test until it h
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -21,6 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,6 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 SMALL = 16  # tokens of a step that stays where its layers are
 WARM_UP = 0.7  # seconds
-STEPS = ("devices", "auto", "memory", "rates", "parity", "partial", "split", "rpc")
 N_PROMPT, N_GEN = 512, 128
 
 
@@ -45,13 +47,14 @@ def write_random(path: Path, n_layer: int, n_embd: int, n_ff: int, n_head: int) 
 class Report:
     """Collects results; prints each."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, seconds: float) -> None:
         self.folder, self.results = folder, {}  # type: ignore[var-annotated]
+        self.end = time.perf_counter() + seconds
 
     def step(self, name: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
         try:
-            result = work()
+            result = work() if start < self.end else {"left out": "no time"}
         except Exception as error:
             traceback.print_exc()
             result = {"failed": f"{type(error).__name__}: {error}"}
@@ -334,6 +337,8 @@ def over_rpc(path: Path, binary: Path, n_gpus: int) -> dict[str, Any]:
 
 
 def markdown(results: dict[str, Any]) -> str:
+    import cuda_rounding
+
     lines = ["| what | test | edgert | llama-bench | ratio |", "|---|---|---:|---:|---:|"]
     for name, result in results.items():
         if isinstance(result, dict) and isinstance(result.get("edgert"), dict):
@@ -356,63 +361,176 @@ def markdown(results: dict[str, Any]) -> str:
     for name, result in results.items():
         if isinstance(result, dict) and "kl_mean" in result:
             lines.append(f"| {name} | {result['same_top']:.3f} | {result['kl_mean']:.2e} | {result['kl_max']:.2e} |")
+    for name, result in results.items():
+        if name.endswith(": rounding") and isinstance(result, dict) and "float" in result:
+            lines += ["", cuda_rounding.markdown(name, result)]
     return "\n".join(lines)
 
 
+Steps = Iterator[tuple[str, Callable[[], Any]]]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to measure, on what.
+
+    large:  the random model; binary: llama-bench
+    alone:  options and flags for the first of several GPUs
+    """
+
+    models: list[Path]
+    large: Path
+    binary: Path
+    gpus: list[dict[str, Any]]
+
+    @property
+    def alone(self) -> tuple[dict[str, Any], list[Any]]:
+        many = len(self.gpus) > 1
+        return {"split_mode": "none"} if many else {}, ["-ngl", 99, *(["-sm", "none"] if many else [])]
+
+
+def of_devices(_: Machine) -> Steps:
+    yield "edgert devices", lambda: json.loads(edgert("devices", "--json"))
+    yield "edgert doctor", lambda: json.loads(edgert("doctor", "--json", check=False))
+
+
+def of_hiding(m: Machine) -> Steps:
+    """What is said where CUDA is told to show no GPU."""
+    code = (
+        "import time, sys; from edgert import backends, errors; start = time.perf_counter()\n"
+        f"try: backends.load({str(m.large)!r}, device='gpu', require=True)\n"
+        "except errors.EdgertError as error: print(f'after {time.perf_counter() - start:.2f} s: {error}')"
+    )
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+
+    def said(*command: str) -> str:
+        done = subprocess.run([sys.executable, *command], env=hidden, capture_output=True, text=True, check=False)
+        return done.stdout or done.stderr
+
+    yield (
+        "CUDA_VISIBLE_DEVICES empty",
+        lambda: {
+            "devices": json.loads(said("-m", "edgert", "devices", "--no-measure", "--json"))["uses"],
+            "require": said("-c", code),
+        },
+    )
+
+
+def of_rounding(m: Machine) -> Steps:
+    """What was emulated of the GPU's arithmetic beside that GPU: of the draft that comes with edgert, as it is and in
+    types with and without a minimum, and of the models."""
+    from cuda_rounding import compare
+
+    import edgert as package
+
+    draft, gpu = Path(package.__file__).parent / "assets" / "smollm2-draft.gguf", str(m.gpus[0]["name"])
+    yield f"{draft.stem}: rounding", lambda: compare(draft, 96, gpu)
+    for kind in ("q4_1", "q4_0", "q4_k_m"):
+        path = m.large.parent.with_name("drafts") / f"{draft.stem}-{kind}.gguf"
+
+        def made(path: Path = path, kind: str = kind) -> Any:
+            path.parent.mkdir(exist_ok=True)
+            if not path.exists():
+                edgert("quantize", draft, "-o", path, "--allow-requantize", "--fast", "--type", kind)
+            return compare(path, 96, gpu)
+
+        yield f"{path.stem}: rounding", made
+    for path in m.models:
+        if path != m.large:
+            yield f"{path.stem}: rounding", lambda path=path: compare(path, 96, gpu)
+
+
+def of_auto(m: Machine) -> Steps:
+    for path in m.models:
+        yield f"{path.stem}: auto", lambda path=path: chosen(path)
+
+
+def of_memory(m: Machine) -> Steps:
+    for path, n_ctx in itertools.product(m.models, (2048, 8192)):
+        yield f"{path.stem}: memory at {n_ctx}", lambda path=path, n=n_ctx: memory(path, n)
+
+
+def of_rates(m: Machine) -> Steps:
+    for path in m.models:
+        yield path.stem, lambda path=path: beside(m.binary, path, *m.alone, n=8 if path == m.large else 20)
+
+
+def of_parity(m: Machine) -> Steps:
+    for path in m.models:
+        for engine in ("llama",) if path == m.large else ("cpu", "llama"):
+            yield f"{path.stem}: parity with {engine}", lambda path=path, e=engine: parity(path, e, **m.alone[0])
+
+
+def of_partial(m: Machine) -> Steps:
+    size = m.large.stat().st_size >> 20
+    yield "partial offload", lambda: partial(m.large, size // 2 + 1024, m.binary, **m.alone[0])
+
+
+def of_split(m: Machine) -> Steps:
+    """Several GPUs: a build that cannot split rows says so, llama-bench in its way, and both are noted."""
+    if len(m.gpus) < 2:
+        return
+    for mode in ("layer", "tensor", "row"):
+        options, flags = {"split_mode": mode, "n_gpu_layers": -1}, ["-ngl", 99, "-sm", mode]
+        what = f"{len(m.gpus)} GPUs, {mode} split"
+        yield what, lambda o=options, f=flags: beside(m.binary, m.large, o, f, n=4, alone=True)
+        if mode == "row":
+            yield f"{what}: llama-bench", lambda f=flags: llama_bench(m.binary, m.large, 4, N_GEN, *f)
+        else:
+            yield f"{what}: parity", lambda o=options: parity(m.large, "llama", **o)
+    last = str(m.gpus[-1]["name"])
+    flags = ["-ngl", 99, "-dev", last]
+    yield f"--device {last}", lambda: beside(m.binary, m.large, {"device": last}, flags, n=4, alone=True)
+
+
+def of_rpc(m: Machine) -> Steps:
+    if len(m.gpus) > 1:
+        yield "rpc", lambda: over_rpc(m.large, m.binary, len(m.gpus))
+
+
+STEPS: dict[str, Callable[[Machine], Steps]] = {
+    "devices": of_devices,
+    "rounding": of_rounding,
+    "auto": of_auto,
+    "memory": of_memory,
+    "hiding": of_hiding,
+    "split": of_split,
+    "rates": of_rates,
+    "parity": of_parity,
+    "partial": of_partial,
+    "rpc": of_rpc,
+}
+
+
 @click.command()
-@click.option("--models", type=click.Path(path_type=Path, file_okay=False), required=True)
+@click.option("--models", "folder", type=click.Path(path_type=Path, file_okay=False), required=True)
 @click.option("--llama-bench", "binary", type=click.Path(path_type=Path), required=True)
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("."))
 @click.option("--steps", default=",".join(STEPS), show_default=True)
 @click.option("--layers", default=32, help="Of the random model.")
 @click.option("--n-embd", default=4096)
 @click.option("--n-ff", default=11008)
-def main(models: Path, binary: Path, out: Path, steps: str, layers: int, n_embd: int, n_ff: int) -> None:
+@click.option("--seconds", default=1e9, help="After so many no step begins.")
+def main(
+    folder: Path, binary: Path, out: Path, steps: str, layers: int, n_embd: int, n_ff: int, seconds: float
+) -> None:
     """Runs what is asked for."""
-    models.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
-    report, wanted = Report(out), steps.split(",")
-    large = models / f"random-{layers}x{n_embd}-q4_k.gguf"
+    report = Report(out, seconds)
+    large = folder / f"random-{layers}x{n_embd}-q4_k.gguf"
     if not large.exists():
         report.step("write", lambda: write_random(large, layers, n_embd, n_ff, n_embd // 128))
-    if "devices" in wanted:
-        report.step("edgert devices", lambda: json.loads(edgert("devices", "--json")))
-        report.step("edgert doctor", lambda: json.loads(edgert("doctor", "--json", check=False)))
     from edgert.backends.llama import devices, library
 
     library.library()
     gpus = report.step("gpus", lambda: [vars(gpu) for gpu in devices.gpus()])
-    many = len(gpus) > 1
-    one = {"split_mode": "none"} if many else {}
-    flags = ["-ngl", 99, *(["-sm", "none"] if many else [])]
-    paths = sorted(models.glob("*.gguf"))
-    for path in paths:
-        name = path.stem
-        if "auto" in wanted:
-            report.step(f"{name}: auto", lambda path=path: chosen(path))
-        if "memory" in wanted:
-            for n_ctx in (2048, 8192):
-                report.step(f"{name}: memory at {n_ctx}", lambda path=path, n=n_ctx: memory(path, n))
-        if "rates" in wanted:
-            report.step(name, lambda path=path: beside(binary, path, one, flags, n=8 if path == large else 20))
-        if "parity" in wanted:
-            for engine in ("llama",) if path == large else ("cpu", "llama"):
-                what = f"{name}: parity with {engine}"
-                report.step(what, lambda path=path, e=engine: parity(path, e, **one))
-    if "partial" in wanted:
-        size = large.stat().st_size >> 20
-        report.step("partial offload", lambda: partial(large, size // 2 + 1024, binary, **one))
-    for mode in ("layer", "tensor", "row") if many and "split" in wanted else ():
-        options = {"split_mode": mode, "n_gpu_layers": -1}
-        what = f"{len(gpus)} GPUs, {mode} split"
-        report.step(what, lambda o=options, m=mode: beside(binary, large, o, ["-ngl", 99, "-sm", m], n=4, alone=True))
-        report.step(f"{what}: parity", lambda o=options: parity(large, "llama", **o))
-    if many and "split" in wanted:
-        last = str(gpus[-1]["name"])
-        flags = ["-ngl", 99, "-dev", last]
-        report.step(f"--device {last}", lambda: beside(binary, large, {"device": last}, flags, n=4, alone=True))
-    if many and "rpc" in wanted:
-        report.step("rpc", lambda: over_rpc(large, binary, len(gpus)))
+    if not gpus:
+        raise click.ClickException("llama.cpp sees no GPU here.")
+    machine = Machine(sorted(folder.glob("*.gguf")), large, binary, gpus)
+    for kind in steps.split(","):
+        for name, work in STEPS[kind](machine):
+            report.step(name, work)
     (out / "gpu.md").write_text(markdown(report.results) + "\n")
     print(markdown(report.results))
 

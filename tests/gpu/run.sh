@@ -25,6 +25,10 @@ for first in "$work"/parts/*.part00; do
 done
 export PYTHONPATH="$work/site:$root"
 exec 9> "$work/lock" && flock 9
+if [ ! -e "$work/built" ] && [ ! -e "$work/built.tar.xz" ] && [ ! -e "$folder/llama.tar.xz" ]; then
+    ls -l "$work/parts" "$work/models"
+    exit
+fi
 if [ ! -e "$work/built" ]; then
     python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$work/site" "$folder"/wheels/*.whl
     if [ -e "$work/built.tar.xz" ]; then
