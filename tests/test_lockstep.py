@@ -148,3 +148,31 @@ def test_a_window_that_fails_is_its_own_affair(fault: Exception) -> None:
     assert ended == (([], "OSError") if isinstance(fault, OSError) else (told(prompt_of(0, 64), 5), "length"))
     check(engine, backend)
     assert backend.n_pages == 0
+
+
+def test_the_first_requests_of_all_reply_together() -> None:
+    """Nothing is known of what steps take: it is learned although a prompt is always on its way."""
+    backend = PagedFake(n_ctx=400, n_batch=64, n_seq_max=6, parts=PARTS)
+    backend.n_window = 16
+    engine = by_hand(backend, Limits(prefix_cache="off", comfort=0.0))
+    tasks = [generation(prompt_of(0, 16), user="a", max_tokens=100)]
+    engine.submit(tasks[0])
+    engine._turn()
+    tasks += [generation(prompt_of(i, 40), user="a", max_tokens=100) for i in range(1, 6)]
+    for task in tasks[1:]:
+        engine.submit(task)
+    engine._turn()
+    assert engine._work._pace.usual(1) > 0 and engine._work._n_left > 100
+    finish(engine, tasks)
+    for i, task in enumerate(tasks):
+        assert result(task) == (told(prompt_of(i, 40 if i else 16), 100), "length")
+
+
+def test_ends_of_short_prompts_that_come_together_are_read_in_one_piece() -> None:
+    backend, engine, reply, prompts = reading(60, ("b", "c"), n_window=64)
+    engine._work._pace.read(1000, 1e-3)
+    finish(engine, [*prompts, reply])
+    pieces = [len(batch) for batch in backend.batches if len(set(batch.sequences)) == 1 and len(batch) > 1]
+    assert pieces[0] == 60  # when that has been read the other may be the only one, and is read as such
+    for i, task in enumerate(prompts):
+        assert result(task) == (told(prompt_of(i, 60), 5), "length")

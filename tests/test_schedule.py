@@ -433,3 +433,31 @@ def test_where_several_prompts_are_read_each_gets_its_time() -> None:
     slow = Pace(512, 64, 3.0, 0.0)
     slow.learn(2, 0, 0, 0, 0.1)
     assert slow.seconds(2, 9) == slow.seconds(2, 1) == pytest.approx(0.14)
+
+
+def test_what_a_step_of_other_replies_takes_is_told_from_steps_beside_prompts() -> None:
+    """Under load there is always a prompt on its way: no step of eight replies goes by without one."""
+    pace = Pace(512, 64, 3.0, 0.0)
+    assert pace.seconds(1) == 0.0  # nothing is known yet
+    pace.went_beside(1, 0.003)
+    assert pace.usual(1) == 0.003 and pace.usual(8) == 0.0
+    for _ in range(20):
+        pace.learn(1, 0, 0, 0, 0.002)
+        pace.went_beside(1, 0.003)
+        pace.went_beside(8, 0.009)
+    assert pace.usual(1) == pytest.approx(0.002) and pace.usual(8) == pytest.approx(0.006)
+    assert pace.seconds(8, spent=0.009) == pytest.approx(0.8 * 3 * 0.006 - 0.009)
+    pace.went_beside(8, 10.0)
+    assert pace.usual(8) < 0.01  # once held up, it is not thought slow
+
+
+def test_short_prompts_that_come_together_are_read_first() -> None:
+    pace = Pace(512, 64, 3.0, 0.0)
+    for _ in range(20):
+        pace.learn(2, 0, 0, 0, 0.002)
+    part = pace.seconds(2)
+    assert not pace.crowd(6, 700) and pace.seconds(2, 6, n_left=700) == pytest.approx(6 * part)  # their cost is unknown
+    pace.read(64, 0.032)
+    assert pace.crowd(6, 700) and pace.seconds(2, 6, n_left=700) == 0.04
+    assert not pace.crowd(2, 8000) and pace.seconds(2, 2, n_left=8000) == pytest.approx(2 * part)
+    assert not pace.crowd(1, 700) and pace.seconds(2, 1, n_left=700) == pytest.approx(part)

@@ -22,8 +22,8 @@ class Limits:
     n_queue:       requests that may wait besides; None: any number
     window:        seconds in which an idle engine gathers requests before the first step
     stall, comfort:  while a prompt is read, replies that run wait for a token at most so many times as long as usual,
-                   or so many seconds, if that is longer; comfort None: none where the backend can be interrupted
-                   within a step, else 0.04
+                   or so many seconds, if that is longer; comfort None: 0.01 where the backend can be
+                   interrupted within a step, else 0.04
     patience:      seconds after which a user of whom nothing runs takes a place from one who has several
     prefix_cache:  whose cached beginnings a prompt may use: "shared": anybody's; "user": those of the same user, so
                    that nobody learns from his times what others asked; "off": none

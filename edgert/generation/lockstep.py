@@ -15,7 +15,7 @@ from edgert.backends.base import Backend, Batch
 from edgert.errors import DoesNotFitError, EdgertError
 from edgert.generation.limits import Limits
 from edgert.generation.metrics import Counters
-from edgert.generation.schedule import UNMINDED, Pace, Queue, shared_out, wide_part
+from edgert.generation.schedule import EVEN, UNMINDED, Pace, Queue, shared_out, wide_part
 from edgert.generation.slots import Slots
 from edgert.generation.task import Generation, Reading, Task
 
@@ -37,6 +37,7 @@ class Piece(NamedTuple):
     n_tokens: int
     n_rows: int  # of logits
     go_on: Callable[[float], NDArray[np.float32] | None]
+    times: list[float]  # seconds that it has taken so far
 
 
 class Lockstep:
@@ -65,14 +66,14 @@ class Lockstep:
         self._queue, self._slots, self._counters = queue, slots, counters
         self._meanwhile = meanwhile
         self._shared_by_users = limits.prefix_cache != "user"  # so that one's tokens may be guessed for another
-        comfort = (0.0 if backend.pauses else UNMINDED) if limits.comfort is None else limits.comfort
+        comfort = (EVEN if backend.pauses else UNMINDED) if limits.comfort is None else limits.comfort
         self._pace = Pace(backend.n_batch, backend.n_window, limits.stall, comfort)
         self._interruptible = backend.pauses and backend.n_batch >= backend.n_window
         self._piece: Piece | None = None
         self._n_pieces = 0  # that have begun
         self.tasks: list[Task] = []
         self._n_readings = 0  # tasks that want states, among them
-        self._n_readers = 0  # prompts that are being read
+        self._n_readers = self._n_left = 0  # prompts that are being read, and their tokens
         self._spent = 0.0  # seconds of the latest batch
         self._steps: list[float] = []  # begin and end of those that are not counted yet
         self._n_replies = self._n_single = self._n_wide = self._depth = 0  # of the present step, as Pace counts
@@ -158,7 +159,7 @@ class Lockstep:
         self._n_replies, self._n_single, self._n_wide = len(parts), 0, 0
         if len(parts) < len(self.tasks):
             prompts = [task for task in self.tasks if task.slot.pending > 1]
-            self._n_readers = len(prompts)
+            self._n_readers, self._n_left = len(prompts), sum(task.slot.pending for task in prompts)
             window, turn = self._backend.n_window, self._counters.n_steps
             if not self._piece and parts:
                 self._begin_piece()
@@ -191,15 +192,17 @@ class Lockstep:
         slot = task.slot
         n = window - slot.n_cached % window
         if n < window or slot.pending < window:
-            n = min(n, slot.pending, PIECE)
+            n = min(n, slot.pending, window if self._pace.crowd(self._n_readers, self._n_left) else PIECE)
         rows = int(slot.pending == n)
         tokens = slot.tokens[slot.n_cached : slot.n_cached + n].tolist()
         batch = Batch.of(tokens, slot.n_cached, slot.sequence, "last" if rows else "none")
-        self._piece = Piece(task, n, rows, self._backend.in_parts(batch))
+        self._piece = Piece(task, n, rows, self._backend.in_parts(batch), [])
 
     def _read_on(self) -> None:
         """Reads so much of prompts as replies can wait for, or all of a piece where there are none."""
-        seconds = self._pace.seconds(self._n_replies, self._n_readers, self._spent) if self._n_replies else math.inf
+        seconds = math.inf
+        if self._n_replies:
+            seconds = self._pace.seconds(self._n_replies, self._n_readers, self._spent, self._n_left)
         self._meanwhile()
         began = perf_counter()
         while self._piece and self._go_on(self._piece, seconds - (perf_counter() - began)):
@@ -210,11 +213,13 @@ class Lockstep:
         """Reads something more of a piece; whether that was the end of it."""
         task = piece.task
         try:
-            users = [task.user for task in self.tasks]
+            users, began = [task.user for task in self.tasks], perf_counter()
             logits = self._slots.making_room(lambda: piece.go_on(seconds), users, alone=len(self.tasks) == 1)
+            piece.times.append(perf_counter() - began)
             if logits is None:
                 return False
             self._piece = None
+            self._pace.read(piece.n_tokens, sum(piece.times))
             task.slot.n_cached += piece.n_tokens
             self._counters.prompt_tokens += piece.n_tokens
             task.advance(logits[: piece.n_rows])
@@ -358,8 +363,11 @@ class Lockstep:
         times = list(zip(steps[::2], steps[1::2], strict=True))
         steps.clear()
         disturbed = self._piece is not None  # what a prompt leaves in the processor's caches is not what replies need
-        for began, ended in () if disturbed else times[:-1] if n_prompt else times:
-            self._pace.learn(self._n_replies, 0, 0, 0, ended - began)
+        for began, ended in times[:-1] if n_prompt else times:
+            if not disturbed:
+                self._pace.learn(self._n_replies, 0, 0, 0, ended - began)
+            elif self._n_replies:
+                self._pace.went_beside(self._n_replies, ended - began)
         if n_prompt:
             seconds = times[-1][1] - times[-1][0]
             self._pace.learn(self._n_replies, self._n_single, self._n_wide, self._depth, seconds)

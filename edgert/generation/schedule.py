@@ -19,7 +19,9 @@ REMEMBERED_USERS = 4096  # whose consumption is known although nothing of them i
 FIRST = 8  # tokens of a prompt that a step reads beside replies as long as nothing is known
 DEARER = 3.0  # a token outside whole windows, as long as nothing is known
 LONGEST = 0.5  # seconds of a step in which nobody waits for a token, since a cancellation waits for its end
+EVEN = 0.01  # seconds that reading takes between two steps at least: beside less, what holds up a thread stands out
 UNMINDED = 0.04  # seconds of a step, where several prompts are read
+BURST = 0.5  # seconds for which replies may go at that pace, so that prompts which come together soon reply together
 MARGIN = 0.8  # of the time that a step may take, because times scatter
 
 
@@ -218,6 +220,9 @@ class Pace:
     that fill a window of the backend are computed for a fraction of what single ones take, and as they are alone: so
     they are read by whole windows, unless one takes far more than that time.
 
+    Several short prompts at once are a burst: steps of few replies would go by while each of them is read, and all
+    would be done later. So replies wait for them as long as nobody minds, for half a second in all.
+
     n_batch, window:  tokens of a step at most, and positions that the backend computes best together
     stall, comfort:   a multiple of the usual time, and seconds
     """
@@ -226,25 +231,38 @@ class Pace:
         self._n_batch, self._window = n_batch, window
         self._stall, self._comfort = stall, comfort
         self._usual: dict[int, float] = {}  # replies in a step without a prompt -> seconds
+        self._beside: dict[int, float] = {}  # the same where pieces of prompts are read between steps
+        self._piece = 0.0  # seconds of a token in such a piece, of late; 0: none was read
         self._single, self._wide = Line(), Line()  # positions before it -> seconds of a token, alone or in a window
 
     def usual(self, n_replies: int) -> float:
         """Seconds of a step of so many replies and no prompt; 0: not known."""
-        known = self._usual
-        if n_replies in known or not known or not n_replies:
+        known, beside = self._usual, self._beside
+        if n_replies in known or not n_replies:
             return known.get(n_replies, 0.0)
-        return known[min(known, key=lambda n: (abs(n - n_replies), n))]
+        if not known:
+            return beside.get(n_replies, 0.0)
+        nearest = min(known, key=lambda n: (abs(n - n_replies), n))
+        if n_replies in beside and nearest in beside:
+            return known[nearest] * beside[n_replies] / beside[nearest]
+        return max(known[nearest], beside.get(n_replies, 0.0)) if n_replies > nearest else known[nearest]
 
-    def seconds(self, n_replies: int, n_readers: int = 1, spent: float = 0.0) -> float:
+    def crowd(self, n_readers: int, n_left: float) -> bool:
+        """Whether so many prompts with so many tokens left are several short ones, which are soon read."""
+        return n_readers > 1 and 0 < self._piece * n_left <= BURST
+
+    def seconds(self, n_replies: int, n_readers: int = 1, spent: float = 0.0, n_left: float = math.inf) -> float:
         """That reading may take in a step of so many replies: as much for each prompt, as long as nobody minds.
 
-        spent:  seconds that the replies of this step took, if that is known
+        spent:   seconds that the replies of this step took, if that is known
+        n_left:  tokens of all prompts that are not read yet
         """
         if not n_replies:
             return LONGEST
         usual = self.usual(n_replies)
         part = MARGIN * self._stall * usual - max(usual, spent)
-        return max(part, self._comfort, min(part * n_readers, UNMINDED))
+        together = UNMINDED if self.crowd(n_readers, n_left) else min(part * n_readers, UNMINDED)
+        return max(part, self._comfort, together)
 
     def allows(self, n_replies: int, depth: int, n_readers: int = 1) -> tuple[int, int]:
         """Tokens of prompts that a step of so many replies may read, and how many of them outside whole windows.
@@ -267,12 +285,23 @@ class Pace:
             return singles, singles
         return min(room // window, max(1, int(seconds / (wide * window)))) * window, singles
 
+    def went_beside(self, n_replies: int, seconds: float) -> None:
+        """Takes in the time of a step of replies between which a prompt is read."""
+        usual = self._beside.get(n_replies)
+        self._beside[n_replies] = usual + 0.2 * (min(seconds, 3 * usual) - usual) if usual else seconds
+
+    def read(self, n_tokens: int, seconds: float) -> None:
+        """Takes in the time of a piece of a prompt that was read between steps."""
+        cost = seconds / n_tokens
+        self._piece += 0.2 * (min(cost, 3 * self._piece) - self._piece) if self._piece else cost
+
     def learn(self, n_replies: int, n_single: int, n_wide: int, depth: int, seconds: float) -> None:
         """Takes in a step's time: its replies, and of its prompts' tokens those in whole windows and the others."""
-        usual = self.usual(n_replies)
         if not (n_single or n_wide):
-            self._usual[n_replies] = usual + 0.05 * (min(seconds, 3 * usual) - usual) if usual else seconds
+            known = self._usual.get(n_replies)
+            self._usual[n_replies] = known + 0.05 * (min(seconds, 3 * known) - known) if known else seconds
             return
+        usual = self.usual(n_replies)
         extra = max(seconds - usual, 0.05 * seconds)
         if not n_wide:
             self._single.add(depth, extra / n_single)
