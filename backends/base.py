@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +88,7 @@ class Stakes:
     ends:    int64, tokens after which nothing is guessed
     extra:   float64 (most + 1,), how many tokens the time of checking so many guesses would give otherwise
     unknown: int64 (most + 1,), whether that is a mere belief
+    further: how many guesses are checked beyond those that pay
     """
 
     most: int
@@ -98,6 +99,20 @@ class Stakes:
     ends: NDArray[np.int64]
     extra: NDArray[np.float64]
     unknown: NDArray[np.int64]
+    further: int = 0
+
+
+class Round(NamedTuple):
+    """What became of a draft's guesses that were checked in the walk in which they were made.
+
+    shares:   float64, the guesses' probabilities; valid until the next call
+    checked:  how many of the guesses were checked
+    chosen:   the tokens chosen, none where nothing can be: guesses that were right, and one more
+    """
+
+    shares: NDArray[np.float64]
+    checked: int
+    chosen: list[int]
 
 
 @dataclass(frozen=True)

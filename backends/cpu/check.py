@@ -13,10 +13,13 @@ from edgert.backends.cpu.tape import Tape
 
 
 class Check:
-    """A backend's steps of 1 to n_guesses + 1 tokens of one sequence, each with the sampling kernel behind it."""
+    """A backend's steps of 1 to n_guesses + 1 tokens of one sequence, each with the sampling kernel behind it.
 
-    def __init__(self, backend: CpuBackend, n_guesses: int) -> None:
-        self._backend, self._n = backend, n_guesses
+    last:  the op that ends them
+    """
+
+    def __init__(self, backend: CpuBackend, n_guesses: int, last: tuple[int, int, int]) -> None:
+        self._backend, self._n, self._last = backend, n_guesses, last
         self._sample = compiler.addresses(NAMES, backend.isa)[NAMES[0]]
         self._steps: list[tuple[Tape, NDArray[np.int64]]] = []
         self._table = np.zeros((n_guesses + 1, 2), np.int64)
@@ -42,10 +45,10 @@ class Check:
             "header": graph.header,
         }
 
-    def begin(self, sequence: int, n: int, chain: Chain, history: NDArray[np.int32], most: int) -> bool:
-        """Makes ready for a sequence of n tokens, the last of which is not cached; false where the cache lacks room."""
-        backend = self._backend
-        cache, end = backend._cache, n + most
+    def begin(self, sequence: int, n: int, chain: Chain, history: NDArray[np.int32], end: int) -> bool:
+        """Makes ready for a sequence of n tokens, the last of which is not cached, to grow to `end`; false where the
+        cache lacks room."""
+        backend, cache = self._backend, self._backend._cache
         if cache.lengths[sequence] != n - 1 or end > backend.n_ctx or cache.missing({sequence: end}):
             return False
         logits = backend._room_for_logits(self._n + 1)
@@ -58,7 +61,7 @@ class Check:
         if chain is not self._chain:
             self._chain = chain
             for _, words in self._steps:
-                words[-1, 1] = chain.address
+                words[-2, 1] = chain.address
         chain.prepare(self.logits_address, history, n)
         chain.rows_of(logits)
         cache.grow(sequence, end)
@@ -69,9 +72,9 @@ class Check:
         self._backend._cache.shorten(sequence, length)
 
     def _step(self, n: int) -> tuple[Tape, NDArray[np.int64]]:
-        """A step of n tokens, and its words with those of the sampling kernel."""
+        """A step of n tokens, and its words with those of the sampling kernel and the last op."""
         backend = self._backend
         tape = backend._tape(backend._graph.shape(0, n, n))
-        words = np.concatenate([tape.words, [[self._sample, 0, 1]]])
+        words = np.concatenate([tape.words, [[self._sample, 0, 0], self._last]])  # both of one thread
         self._table[n - 1] = words.ctypes.data, len(words)
         return tape, words

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.base import Stakes
+from edgert.backends.base import Round, Stakes
 from edgert.backends.cpu import compiler
 from edgert.backends.cpu.backend import ONE, CpuBackend
 from edgert.backends.cpu.check import Check
-from edgert.backends.cpu.guessing import PLACE, ROWS, Guessing
+from edgert.backends.cpu.guessing import PLACE, ROUNDS, ROWS, Guessing
 from edgert.backends.cpu.layouts import WINDOW
 from edgert.backends.cpu.memory import aligned
 from edgert.backends.cpu.sampling import Chain, Some
@@ -45,7 +46,8 @@ class CpuDraft(CpuBackend):
         rows = aligned((1 + SPARE) * columns * 4).view(np.float32).reshape(-1, columns)
         self._guessed_logits, self._logits_address = rows, rows.ctypes.data
         self._output = output
-        guess = compiler.addresses(["guess"], self.isa, self._progress)["guess"]
+        found = compiler.addresses(["again", "guess"], self.isa, self._progress)
+        again, guess = found["again"], found["guess"]
         words = self._graph.arena.integers(len(PLACE))
         steps = []
         for n in range(1, ROWS + 1):
@@ -56,15 +58,20 @@ class CpuDraft(CpuBackend):
             # An op's arguments are given by address, so that one step's words serve all steps.
             steps.append(np.concatenate([tape.words, [[guess, words.ctypes.data, LEAVE]]]))
         graph = self._graph
-        for name, array in {"tokens": graph.tokens, "positions": graph.positions, "wanted": graph.wanted,
-                            "header": graph.header, "one": ONE}.items():  # fmt: skip
+        for name, array in {"tokens": graph.tokens, "positions": graph.positions, "slots": graph.slots,
+                            "wanted": graph.wanted, "header": graph.header, "one": ONE}.items():  # fmt: skip
             words[PLACE[name]] = array.ctypes.data
         words[PLACE["n_header"]], words[PLACE["team"]] = len(ONE), self._team.address
-        self._guessing = Guessing(words, steps, n_guesses)
         beside = options.get("beside")
+        ratio = self.memory()["weights"] / beside.memory()["weights"] if isinstance(beside, CpuBackend) else 1.0
+        self._guessing = Guessing(words, steps, n_guesses, ratio)
+        self.times: list[tuple[float, float]] = []  # seconds of guessing and of checking in each of the latest rounds
+        interrupted = np.zeros(1, np.int64)
+        self.interrupted = interrupted.data
+        words[PLACE["interrupted"]] = interrupted.ctypes.data
         self._check: Check | None = None
         if isinstance(beside, CpuBackend) and beside._team is self._team and Check.serves(beside, n_guesses):
-            self._check = check = Check(beside, n_guesses)
+            self._check = check = Check(beside, n_guesses, (again, words.ctypes.data, LEAVE))
             self.capabilities |= {"check"}
             for name, array in check.inputs().items():
                 words[PLACE[f"target_{name}"]] = array.ctypes.data
@@ -100,20 +107,39 @@ class CpuDraft(CpuBackend):
 
         Raises: DoesNotFitError when the cache is full.
         """
-        cache, graph, guessing = self._cache, self._graph, self._guessing
+        cache, guessing = self._cache, self._guessing
         length, rows = cache.lengths[sequence], len(pending)
-        most = min(stakes.most, guessing.most, self.n_ctx - length - rows + 1)
+        most = self._most(sequence, pending, stakes)
         if cache.missing({sequence: length + rows + most - 1}):
             raise DoesNotFitError("The draft's cache is full.")
-        cache.grow(sequence, length + rows + most - 1)
-        graph.few.lay_out(pending, length, sequence, 1)
-        chain.prepare(self._logits_address, history, n)
-        guessing.set(chain, stakes, most, length + rows - 1)
-        self._team.walk(*guessing.tape(rows, most))
+        self._guess(sequence, pending, chain, history, n, stakes, most, length + rows + most - 1)
         cache.shorten(sequence, length + rows + guessing.steps - 1)
         return guessing.shares[: guessing.count]
 
-    def guess_and_check(
+    def _most(self, sequence: int, pending: list[int], stakes: Stakes) -> int:
+        """Guesses, as many as the context has room for."""
+        return min(stakes.most, self._guessing.most, self.n_ctx - self._cache.lengths[sequence] - len(pending) + 1)
+
+    def _guess(
+        self,
+        sequence: int,
+        pending: list[int],
+        chain: Chain,
+        history: NDArray[np.int32],
+        n: int,
+        stakes: Stakes,
+        most: int,
+        end: int,
+    ) -> None:
+        """Walks, with pages for a sequence of length `end`, which there are."""
+        length, rows = self._cache.lengths[sequence], len(pending)
+        self._cache.grow(sequence, end)
+        self._graph.few.lay_out(pending, length, sequence, 1)
+        chain.prepare(self._logits_address, history, n)
+        self._guessing.set(chain, stakes, most, length + rows - 1)
+        self._team.walk(*self._guessing.tape(rows, most))
+
+    def rounds(
         self,
         sequence: int,
         pending: list[int],
@@ -122,28 +148,49 @@ class CpuDraft(CpuBackend):
         n: int,
         stakes: Stakes,
         target: Chain,
-    ) -> tuple[NDArray[np.float64], int, list[int]] | None:
-        """`guess`, then the step of the model beside it that checks as many guesses as pay, and the choice of tokens:
-        in one walk, since what lies between two is done with cold caches.
+        most_rounds: int,
+        reach: int,
+    ) -> list[Round] | None:
+        """`guess`, then the step of the model beside it that checks as many guesses as pay, and the choice of tokens;
+        then the same for the text with these tokens, until a token of `stakes.ends` is chosen or `interrupted` set.
 
-        target:   of the model's own sampler, over all tokens
-        returns:  the guesses' probabilities, how many were checked, and the tokens chosen, none where nothing can be;
-                  None where the cache of the model beside it lacks room
+        All in one walk, since what lies between two is done with cold caches.
+
+        history:      int32, of which n tokens are known; behind them are written the tokens of all rounds but the
+                      last, and the last one's guesses
+        target:       of the model's own sampler, over all tokens
+        most_rounds:  up to ROUNDS
+        reach:        tokens that may be guessed behind the first n in all rounds together
+        returns:      None where the cache of the model beside it lacks room
 
         Raises: DoesNotFitError when this one's cache is full.
         """
-        check = self._check
+        check, cache, guessing, words = self._check, self._cache, self._guessing, self._guessing.words
         assert check is not None
-        if not check.begin(sequence, n, target, history, stakes.most):
+        most, read = self._most(sequence, pending, stakes), cache.lengths[sequence] + len(pending)
+        for rounds in dict.fromkeys((min(most_rounds, ROUNDS), 1)):
+            # The last guess of a round is not read by the draft.
+            ahead = min(reach, rounds * (most + 1) - 1, self.n_ctx + 1 - read) if rounds > 1 else most
+            room = ahead >= most and not cache.missing({sequence: read + ahead - 1})
+            if room and check.begin(sequence, n, target, history, n + ahead):
+                break
+        else:
+            if cache.missing({sequence: read + most - 1}):
+                raise DoesNotFitError("The draft's cache is full.")
             return None
-        words = self._guessing.words
         words[PLACE["tapes"]], words[PLACE["sequence"]] = check.tapes_address, sequence
         words[PLACE["target_chain"]], words[PLACE["target_logits"]] = target.address, check.logits_address
-        chosen: list[int] = []
+        guessing.set_rounds(rounds, most, n + ahead)
+        found: list[Round] = []
         try:
-            shares = self.guess(sequence, pending, chain, history, n, stakes)
-            chosen = [token for token in target.chosen if token >= 0]
+            began = perf_counter()
+            self._guess(sequence, pending, chain, history, n, stakes, most, read + ahead - 1)
+            self.times = guessing.times(began, perf_counter())
+            found = [Round(*one) for one in guessing.rounds(most)]
         finally:
-            words[PLACE["tapes"]] = 0
-            check.end(sequence, n + len(chosen) - 1)
-        return shares, words[PLACE["checked"]], chosen
+            words[PLACE["tapes"]] = self.interrupted[0] = 0
+            end = n + sum(len(one.chosen) for one in found) - 1  # the last token is not read
+            check.end(sequence, end)
+            # Of the last guesses those hold that were chosen; the last one may not have been read either.
+            cache.shorten(sequence, min(end + read - n, words[PLACE["position"]] + 1) if found else 0)
+        return found

@@ -24,6 +24,21 @@ REPLY = 128  # tokens that a reply is thought to have, before any has ended
 LOOK = 0.1  # seconds between two looks at whether a user gets nothing
 
 
+class Cancellations(deque[Task]):
+    """Tasks that nobody wants any more.
+
+    interrupted:  a word that is set to 1 when one comes, so that the engine soon looks
+    """
+
+    def __init__(self, interrupted: memoryview[int]) -> None:
+        super().__init__()
+        self._interrupted = interrupted
+
+    def append(self, task: Task) -> None:
+        super().append(task)
+        self._interrupted[0] = 1
+
+
 class Admission:
     """Lets tasks begin whose turn it is and for which there is room, and takes away what has ended.
 
@@ -43,12 +58,13 @@ class Admission:
         work: Lockstep,
         counters: Counters,
         lock: Condition,
+        interrupted: memoryview[int],
     ) -> None:
         self._backend, self._limits = backend, limits
         self._queue, self._slots, self._work = queue, slots, work
         self._counters, self._lock = counters, lock
         self.n_parallel = min(limits.n_parallel or backend.n_seq_max, backend.n_seq_max, backend.n_batch)
-        self.cancellations: deque[Task] = deque()
+        self.cancellations = Cancellations(interrupted)
         self._reply = float(REPLY)  # tokens of a reply, of late
         self._next_look = 0.0
         self._crowded = False  # the cache was full: nobody begins until somebody has ended

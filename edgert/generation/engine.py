@@ -50,8 +50,9 @@ class Engine:
         self._outbox = Outbox()
         self._changed = threading.Condition()
         self._work = Lockstep(backend, speculator, limits, self._queue, self._slots, self._counters, self._outbox.send)
+        self._interrupted = speculator.interrupted if speculator else memoryview(bytearray(8)).cast("q")
         self._admission = Admission(
-            backend, limits, self._queue, self._slots, self._work, self._counters, self._changed
+            backend, limits, self._queue, self._slots, self._work, self._counters, self._changed, self._interrupted
         )
         self.n_parallel = self._admission.n_parallel
         self._thread: threading.Thread | None = None
@@ -123,6 +124,7 @@ class Engine:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="edgert-engine", daemon=True)
             self._thread.start()
+        self._interrupted[0] = 1  # a step of several rounds ends, so that what has come is looked at
         self._changed.notify()
 
     def _call(self, work: Callable[[], object]) -> Any:
@@ -156,6 +158,7 @@ class Engine:
         with self._changed:
             first, self._finished = not self._finished, True
             self._closed = True
+            self._interrupted[0] = 1
             self._changed.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()

@@ -120,7 +120,8 @@ class Lockstep:
         """One batch, whose logits are handed out."""
         guessed = self._guess(parts)
         began, logits, row = perf_counter(), _NO_LOGITS, 0
-        if not (guessed and guessed[0][0].chosen):
+        rounds = guessed[0][0].chosen if guessed else None  # that were one walk of guessing and checking
+        if not rounds:
             try:
                 logits = self._forward(guessed or parts)
             except DoesNotFitError:
@@ -128,17 +129,19 @@ class Lockstep:
                     raise
                 guessed, logits = None, self._forward(parts)
         ended = perf_counter()
-        if guessed and self._speculator and guessed[0][0].chosen:
-            began = self._speculator.checking_began
+        if rounds and self._speculator:
+            self._steps += self._speculator.checks
+            began = self._steps[-2]
+        else:
+            self._steps += (began, ended)
         self._spent = ended - began
-        self._steps += (began, ended)
         if self._n_single or self._n_wide or self._piece or len(self._steps) >= 2 * STEPS:
             self._account(parts)
         for task, count, rows in guessed or parts:
             try:
-                if task.chosen:
-                    task.slot.n_cached += len(task.chosen)
-                    task.take_chosen(count - 1)
+                if rounds:
+                    task.slot.n_cached += sum(len(tokens) for _, tokens in rounds)
+                    task.take_chosen()
                     if task.done:  # gives back pages that were kept for the next step
                         self._backend.truncate(task.slot.sequence, task.slot.n_cached)
                 else:

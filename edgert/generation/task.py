@@ -112,7 +112,8 @@ class Task(ABC):
     most_guesses = 0  # tokens that may be guessed and checked in the next step
     n_accepted = 0  # guesses that were right in the last step
     takes_chosen = False  # whether it goes on by tokens alone, without their logits
-    chosen: list[int] | None = None  # tokens of the present step that were chosen where the guesses were made
+    # Of the present step, where guesses were checked where they were made: of each round how many, and what was chosen.
+    chosen: list[tuple[int, list[int]]] | None = None
     n_predicted = 0  # tokens chosen, and of them those that the engine has counted:
     n_counted = 0
     most_tokens: int | None = None  # that may be added to the prompt; None: as many as the context holds
@@ -133,7 +134,7 @@ class Task(ABC):
         self.last_token = 0.0  # when the logits of its latest token were there; 0: none yet
         self.awaits: tuple[Slot, Task, int] | None = None  # a prompt in work that this one will share so much of
         self._cancelled = False
-        self.cancellations: deque[Task] = deque()
+        self.cancellations: deque[Task] = deque()  # the engine's
         self.output: SimpleQueue[Item] = SimpleQueue()
         self.wake: Callable[[], Callable[[], object]] | None = None  # notes who waits, and returns what wakes them
         self.outbox = Outbox()
@@ -165,8 +166,8 @@ class Task(ABC):
     def advance(self, logits: NDArray[np.float32]) -> None:
         """Takes the logits that a step gave for this task: float32 (rows, n_vocab), possibly no row."""
 
-    def take_chosen(self, n_guesses: int) -> None:
-        """`advance`, where so many guesses have been checked and tokens `chosen` already."""
+    def take_chosen(self) -> None:
+        """`advance`, where guesses have been checked and tokens `chosen` already."""
         raise NotImplementedError
 
     @abstractmethod
@@ -231,12 +232,20 @@ class Generation(Task):
         if self.options.max_tokens == 0:
             self._finish("length")
             return
-        self._go_on(len(logits) - 1, self._choices(logits), logits)
+        slot, n = self.slot, len(logits) - 1
+        guesses = slot.tokens[slot.n_tokens : slot.n_tokens + n].tolist()
+        self._go_on(guesses, self._choices(logits), logits)
+        self._pass_on()
 
-    def take_chosen(self, n_guesses: int) -> None:
+    def take_chosen(self) -> None:
         self._note_reading()
-        chosen, self.chosen = self.chosen, None
-        self._go_on(n_guesses, chosen or (), repeat(None))
+        rounds, self.chosen = self.chosen, None
+        for n_guesses, tokens in rounds or ():
+            right = tokens[:-1]
+            self._go_on([*right, *[-1] * (n_guesses - len(right))], tokens, repeat(None))
+            if self.done:
+                return
+        self._pass_on()
 
     def _note_reading(self) -> None:
         """Tells how much of the prompt has been read, as long as it is read."""
@@ -245,11 +254,10 @@ class Generation(Task):
             self._prompt_end = self._last
             self._report_progress()
 
-    def _go_on(self, n_guesses: int, tokens: Iterable[int], rows: Iterable[NDArray[np.float32] | None]) -> None:
+    def _go_on(self, guesses: Sequence[int], tokens: Iterable[int], rows: Iterable[NDArray[np.float32] | None]) -> None:
         """Takes the chosen tokens, each as long as the one before it is what was guessed there."""
-        slot, first = self.slot, self.n_predicted == 0
-        guesses = slot.tokens[slot.n_tokens : slot.n_tokens + n_guesses].tolist()
-        self.drafts.try_(n_guesses)
+        first = self.n_predicted == 0
+        self.drafts.try_(len(guesses))
         self.n_accepted = 0
         for row, guess, token in zip(rows, [*guesses, None], tokens, strict=False):
             right = token == guess
@@ -261,6 +269,9 @@ class Generation(Task):
             self._take(token, row)
             if self.done or not right:
                 break
+
+    def _pass_on(self) -> None:
+        """Leaves the text of a step for whoever waits."""
         self._last = perf_counter()
         if self._text and not self.done and not self.whole:
             self._emit("")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.base import Backend, Batch, Stakes
+from edgert.backends.base import Backend, Batch, Round, Stakes
 from edgert.errors import DoesNotFitError
 from edgert.sampler import Sampler
 
@@ -25,6 +25,11 @@ class DraftModel:
         self.backend = backend
         self._native: Any = backend if "guess" in backend.capabilities else None
         self.checks = "check" in backend.capabilities  # whether it can go on to the target's step
+        # Set to 1 by any thread, it has `rounds` end with the present one.
+        self.interrupted: memoryview[int] = memoryview(bytearray(8)).cast("q")
+        if self.checks:
+            draft: Any = backend
+            self.interrupted = draft.interrupted
         self._read = [np.zeros(backend.n_ctx, np.int32) for _ in range(backend.n_seq_max)]
         self._starts = [0] * backend.n_seq_max
         self._last: list[tuple[object, int, list[int]]] = [(None, 0, [])] * backend.n_seq_max
@@ -48,7 +53,7 @@ class DraftModel:
             pending = self._pending(sequence, tokens, n, owner)
             chain = sampler.chain_over(self._native.some)
             shares: NDArray[np.float64] = self._native.guess(sequence, pending, chain, tokens, n, stakes)
-            self._note(sequence, tokens, n, len(pending), owner)
+            self._note(sequence, tokens, n - len(pending), n, owner)
             return shares
         return self._guess_in_turn(sequence, tokens, n, sampler, stakes)
 
@@ -60,23 +65,48 @@ class DraftModel:
         sampler: Sampler,
         stakes: Stakes,
         owner: object = None,
-    ) -> tuple[NDArray[np.float64], int, list[int]] | None:
+    ) -> Round | None:
         """`guess`, then the target's step that checks as many guesses as pay, and the choice of tokens.
 
-        returns:  the guesses' probabilities, how many were checked, and what `Sampler.follow` gives; None where only
-                  `guess` will do
+        returns:  None where only `guess` will do
+
+        Raises: as `guess`.
+        """
+        found = self.rounds(sequence, tokens, n, sampler, stakes, owner, 1, stakes.most)
+        return found[0] if found else None
+
+    def rounds(
+        self,
+        sequence: int,
+        tokens: NDArray[np.int32],
+        n: int,
+        sampler: Sampler,
+        stakes: Stakes,
+        owner: object,
+        most_rounds: int,
+        reach: int,
+    ) -> list[Round] | None:
+        """Several times `guess_and_check`, each for the text that the one before gave.
+
+        reach:  tokens that may be guessed behind the first n in all rounds together
 
         Raises: as `guess`.
         """
         if not self.checks or sampler.chain is None:
             return None
-        pending = self._pending(sequence, tokens, n, owner)
-        chain = sampler.chain_over(self._native.some)
-        found: tuple[NDArray[np.float64], int, list[int]] | None
-        found = self._native.guess_and_check(sequence, pending, chain, tokens, n, stakes, sampler.chain)
+        pending, chain = self._pending(sequence, tokens, n, owner), sampler.chain_over(self._native.some)
+        found: list[Round] | None = self._native.rounds(
+            sequence, pending, chain, tokens, n, stakes, sampler.chain, most_rounds, reach
+        )
         if found is not None:
-            self._note(sequence, tokens, n, len(pending), owner)
+            self._note(sequence, tokens, n - len(pending), None, owner)
         return found
+
+    @property
+    def times(self) -> list[tuple[float, float]]:
+        """Seconds that guessing and checking took in each of the latest `rounds`."""
+        times: list[tuple[float, float]] = self._native.times
+        return times
 
     def _pending(self, sequence: int, tokens: NDArray[np.int32], n: int, owner: object) -> list[int]:
         """The one or two last of n tokens; all before them it has read."""
@@ -86,16 +116,16 @@ class DraftModel:
         self._last[sequence] = None, 0, []
         return pending
 
-    def _note(self, sequence: int, tokens: NDArray[np.int32], n: int, n_pending: int, owner: object) -> None:
-        """Remembers what has been read in a guess behind n tokens."""
+    def _note(self, sequence: int, tokens: NDArray[np.int32], first: int, sure: int | None, owner: object) -> None:
+        """Remembers what has been read, from token `first` on; up to `sure` it is no mere guess (None: all of it)."""
         start = self._starts[sequence]
         end = start + self.backend.length(sequence)
-        first = n - n_pending
         self._read[sequence][first - start : end - start] = tokens[first:end]
-        self._last[sequence] = owner, n, tokens[n:end].tolist()
+        sure = end if sure is None else sure
+        self._last[sequence] = owner, sure, tokens[sure:end].tolist()
 
     def _followed(self, sequence: int, tokens: NDArray[np.int32], n: int, owner: object) -> list[int] | None:
-        """What is left to read of the first n tokens after the owner's last guess; None: look at all of them."""
+        """What is left to read of the first n tokens after what the owner had read; None: look at all of them."""
         last, before, read = self._last[sequence]
         held = before - self._starts[sequence] + len(read)
         if owner is None or last is not owner or held != self.backend.length(sequence) or n <= before:

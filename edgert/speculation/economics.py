@@ -187,6 +187,7 @@ class Source:
     """
 
     FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
+    STEADY = 4
     HELD_UP = 1.5  # times the usual cost: more says nothing about the guesses
 
     def __init__(self, gained: float, cost: float) -> None:
@@ -203,6 +204,11 @@ class Source:
     def ready(self) -> bool:
         """Whether it is to be tried in this step."""
         return self.wait == 0
+
+    @property
+    def steady(self) -> bool:
+        """Whether it has paid for a while, without a pause."""
+        return self._rounds >= self.STEADY and self._hits >= self._rounds / 2
 
     def rest(self, steps: int = 1) -> None:
         """Lets some steps of its pause go by."""

@@ -8,12 +8,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.base import Stakes
+from edgert.backends.base import Round, Stakes
 from edgert.errors import EdgertError
 from edgert.speculation.draft_model import DraftModel
 from edgert.speculation.economics import Costs, Line, Odds, Source
@@ -27,8 +27,9 @@ SPEC_MAX = 15  # tokens guessed for one step, unless told otherwise
 MEMORY = 1 << 16  # tokens of ended requests that are remembered
 PATIENCE = 10  # steps without anything found, after which it is looked for ever more seldom
 SELDOM = 16  # steps from one search to the next, at most
-APART = 16  # of so many rounds one is measured in its parts, and goes a little further than pays
-LATE = 4  # steps that are learned from together, at most
+SELDOM_FURTHER = 16  # steps of which one goes a little further than pays
+ROUNDS = 4  # rounds that a draft which pays makes at once
+BURST = 0.016  # seconds that these take, about: so long a reader may wait for his text
 CURIOUS = 0.7  # times the chance with which guessing goes on in other rounds
 LONG_ENOUGH = 5  # agreeing tokens in the present text with which no other text is asked
 # Classes of guesses: by how many tokens agreed before an n-gram's, by the draft model's own probability of its token.
@@ -45,13 +46,25 @@ class Guesses:
 
     kinds:    the class of each guess
     seconds:  what making them took
-    making:   the share of the time until they were there that was spent on making them, where they were checked too
     """
 
     source: str = ""
     kinds: list[int] = field(default_factory=list)
     seconds: float = 0.0
-    making: float = 1.0
+
+
+class Walked(NamedTuple):
+    """A round of several that were one walk.
+
+    n:         guesses that were checked
+    accepted:  of them those that were right
+    seconds:   of all of it
+    """
+
+    guesses: Guesses
+    n: int
+    accepted: int
+    seconds: float
 
 
 class Request:
@@ -61,6 +74,7 @@ class Request:
         self.sampled = sampled
         self.sources = {"ngram": Source(0.5, 0.1 * step_seconds), "draft": Source(1.2, 0.4 * step_seconds)}
         self.now = Guesses()
+        self.walked: list[Walked] = []  # the present step's rounds, where these were one walk
         self.misses = 0  # searches in a row in which nothing that was said came again
         self.unsearched = 0  # steps until it is searched
 
@@ -106,15 +120,16 @@ class Speculator:
         self.texts = [NgramMemory(n_ctx) for _ in range(n_seq_max)] if ngram else []
         self._owners: list[Request | None] = [None] * n_seq_max  # whose tokens each text holds
         self.ended = NgramMemory(MEMORY)
+        self._interrupted = model.interrupted if model else memoryview(bytearray(8)).cast("q")
         self.ngram_odds = [Odds(AGREED_ODDS), Odds(AGREED_ODDS)]  # greedy, sampled
         self.draft_odds = [Odds(SURE_ODDS), Odds(SURE_ODDS)]
         self._draft_cost = Line(costs[1] / 15, costs[1] / 20)
         self._idle = 0  # steps in which nobody guesses
         self._paces: dict[int, tuple[float, float]] = {}  # requests at once -> tokens and seconds of late
-        self._began = self.checking_began = 0.0  # the present step, and in it the target's part
-        self._n_rounds = 0
+        self._began = 0.0  # the present step
+        self.checks: list[float] = []  # in it begin and end of each of the target's steps, where these were one walk
+        self._n_steps = self._n_rounds = 0
         self._curious = False
-        self._late: list[tuple[float, list[tuple[Request, Guesses, int, int]]]] = []  # steps to learn from
         self._known_stakes: dict[tuple[bool, int, int, frozenset[int]], tuple[int, Stakes]] = {}
 
     def pace(self, n: int) -> float:
@@ -130,6 +145,11 @@ class Speculator:
         self._idle -= 1
         return True
 
+    @property
+    def interrupted(self) -> memoryview[int]:
+        """A word; who sets it to 1, in any thread, has a step of several rounds end with the present one."""
+        return self._interrupted
+
     def wake(self) -> None:
         """There are other requests than before."""
         self._idle = 0
@@ -140,15 +160,16 @@ class Speculator:
         room:  rows that the step may have beyond one for each task
         """
         self._began = perf_counter()
+        self._n_steps += 1
         self._n_rounds += 1
-        together = len(tasks) == 1 and tasks[0].takes_chosen and self._n_rounds % APART > 0
-        self._curious = self._n_rounds % APART == 0 and not self.least
+        together = len(tasks) == 1 and tasks[0].takes_chosen
+        self._curious = self._n_steps % SELDOM_FURTHER == 0 and not self.least
         pace, rows, counts = self.pace(len(tasks)), len(tasks), []
         for task in tasks:
             if task.guessing is None:
                 greedy = task.options.sampling.temperature == 0
                 task.guessing = Request(not greedy, self.costs[1])
-            task.guessing.now = Guesses()
+            task.guessing.now, task.guessing.walked = Guesses(), []
             limit = min(self.most, room, task.most_guesses)
             count = self._guess(task, task.guessing, rows, pace, limit, together) if limit > 0 else 0
             counts.append(count)
@@ -171,9 +192,8 @@ class Speculator:
         if not count and draft_ready:
             now.source = "draft"
             count = self._from_model(task, request, rows, pace, limit, together)
-        if now.source:
-            now.seconds = (perf_counter() - began) * now.making
-            self.checking_began = began + now.seconds
+        if now.source and not request.walked:
+            now.seconds = perf_counter() - began
         return count
 
     def _from_memory(
@@ -213,12 +233,17 @@ class Speculator:
         began = perf_counter()
         try:
             stakes = self._stakes(request.sampled, rows, pace, limit, task.end_ids)
-            if together and model.checks:
-                found = model.guess_and_check(slot.sequence, slot.tokens, n, task.sampler, stakes, request)
-                if found is not None:
-                    return self._checked(task, request, rows, *found)
             if self._curious:
-                stakes = replace(stakes, floors=CURIOUS * stakes.floors)
+                stakes = replace(stakes, floors=CURIOUS * stakes.floors, further=1)
+            if together and model.checks:
+                arguments = slot.sequence, slot.tokens, n, task.sampler, stakes, request
+                at_once = self._rounds_at_once(request)
+                if at_once > 1:
+                    found = model.rounds(*arguments, at_once, task.most_guesses)
+                else:
+                    found = (one := model.guess_and_check(*arguments)) and [one]
+                if found is not None:
+                    return self._checked(task, request, found, model.times)
             shares = model.guess(slot.sequence, slot.tokens, n, task.sampler, stakes, request).tolist()
         except EdgertError:  # the draft's memory is full, or its weights are damaged: the target goes on alone
             request.sources["draft"].give_up()
@@ -233,18 +258,34 @@ class Speculator:
         del kinds[count:]
         return count
 
+    def _rounds_at_once(self, request: Request) -> int:
+        """How many rounds are to be one walk: in all but the first the draft alone guesses, by the same stakes."""
+        if self.least or self._curious or not request.sources["draft"].steady:
+            return 1
+        return max(1, min(ROUNDS, int(BURST / self.costs[3])))
+
     def _checked(
-        self, task: Generation, request: Request, rows: int, shares: NDArray[np.float64], count: int, chosen: list[int]
+        self, task: Generation, request: Request, rounds: Sequence[Round], times: Sequence[tuple[float, float]]
     ) -> int:
-        """Takes in guesses that the target has checked in the same walk; how the time divides is estimated."""
-        if not chosen:
-            return 0  # the usual way says what is wrong
-        task.chosen = chosen
-        now = request.now
-        now.kinds += [bisect_right(SURE, share) for share in shares[:count].tolist()]
-        making = self._draft_cost(len(shares))
-        now.making = making / (making + self.costs[rows + count])
-        return count
+        """Takes in guesses that the target has checked in the same walk."""
+        n_checked, ended = 0, perf_counter()
+        began = ended - sum(itertools.chain(*times))
+        task.chosen, self.checks = [], []
+        for (shares, checked, chosen), (guessing, checking) in zip(rounds, times, strict=True):
+            if not chosen:
+                break  # the usual way says what is wrong
+            kinds = [bisect_right(SURE, share) for share in shares[:checked].tolist()]
+            request.walked.append(
+                Walked(Guesses("draft", kinds, guessing), checked, len(chosen) - 1, guessing + checking)
+            )
+            task.chosen.append((checked, chosen))
+            self.checks += (began + guessing, began := began + guessing + checking)
+            if len(shares):
+                self._draft_cost.learn(len(shares), guessing)
+            n_checked += checked
+        self._n_rounds += len(task.chosen) - 1
+        request.rest(len(task.chosen) - 1)
+        return n_checked
 
     def _stakes(self, sampled: bool, rows: int, pace: float, most: int, end_ids: frozenset[int]) -> Stakes:
         """When the draft is to stop, reckoned anew every few rounds."""
@@ -296,21 +337,18 @@ class Speculator:
         return count, best
 
     def learn(self, tasks: Sequence[Generation], counts: Sequence[int]) -> None:
-        """Takes in a step that has ended: how long it took, and what was accepted.
-
-        Steps that were walked in one go wait for others, to be taken in together while the caches hold what it takes.
-        """
+        """Takes in a step that has ended: how long it took, and what was accepted."""
         seconds = perf_counter() - self._began
         found = [
             (task.guessing, task.guessing.now, count, task.n_accepted)
             for task, count in zip(tasks, counts, strict=True)
             if task.guessing
         ]
-        self._late.append((seconds, found))
-        if len(self._late) < LATE and len(found) == 1 and found[0][1].making < 1 and found[0][2]:
-            return
-        late, self._late = self._late, []
-        for seconds, found in late:
+        if found and (walked := found[0][0].walked):
+            rest = (seconds - sum(one.seconds for one in walked)) / len(walked)
+            for guesses, n, accepted, seconds in walked:
+                self._take_in(seconds + rest, [(found[0][0], guesses, n, accepted)])
+        else:
             self._take_in(seconds, found)
         if not sum(counts) and not self.least:
             drafts, searches = self.model is not None, bool(self.texts)
@@ -329,9 +367,8 @@ class Speculator:
             made += accepted + 1
             if not now.source:
                 continue
-            if not self.least:
-                share = extra * count / guessed if guessed else 0.0
-                request.sources[now.source].learn(accepted, now.seconds + share, plain, sure=count > 0)
+            share = extra * count / guessed if guessed else 0.0
+            request.sources[now.source].learn(accepted, now.seconds + share, plain, sure=count > 0)
             odds = (self.ngram_odds if now.source == "ngram" else self.draft_odds)[request.sampled]
             for i, kind in enumerate(now.kinds[: accepted + 1]):
                 odds.learn(kind, i < accepted)

@@ -2,9 +2,10 @@
 
     python tests/bench/rounds.py MODEL.gguf -md DRAFT.gguf --chats heldout_chats.jsonl [--temperature 0.8]
 
-A round is one turn of the engine: the draft guesses, the target checks, tokens are chosen and handed out. Most rounds
-are one walk of both models (`both`), some are two, with the choice of tokens apart. Printed are microseconds of each
-part over all rounds in which the draft guessed, and medians by the rows that the target had and the draft's steps.
+In a round the draft guesses, the target checks, tokens are chosen and handed out. Several rounds are mostly one walk of
+both models (`both`), some rounds are two walks, with the choice of tokens apart. Printed are microseconds of each part
+over all rounds in which the draft guessed, those of one walk having equal parts of its time, and medians by the rows
+that the target had and the rounds of the walk.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Watch:
                     return call(*arguments)
                 finally:
                     self._walker = "target"
-                    self._now["steps"] = draft._guessing.steps
+                    self._now["steps"] = 1
 
             setattr(draft, name, named)
 
@@ -62,17 +63,23 @@ class Watch:
             return found
 
         def learning(tasks: Any, counts: Any) -> None:
+            request = tasks[0].guessing
+            walked = [(n, accepted) for _, n, accepted, _ in request.walked]
             learn(tasks, counts)
             now, parts = perf_counter(), self._now
-            parts |= {"rows": 1 + sum(counts), "made": tasks[0].n_accepted + 1, "round": now - self._last}
+            parts["round"] = now - self._last
             parts["rest"] = parts["round"] - sum(parts[part] for part in PARTS[:4])
-            if self._last and parts["steps"]:
-                self.rounds.append(dict(parts))
+            if self._last and (walked or parts["steps"]):
+                rounds = walked or [(sum(counts), tasks[0].n_accepted)]
+                equal = {part: parts[part] / len(rounds) for part in PARTS}
+                self.rounds += [
+                    equal | {"rows": 1 + n, "made": 1 + right, "at_once": len(rounds)} for n, right in rounds
+                ]
             self._last = now
             parts.clear()
 
         within("guess", "draft")
-        within("guess_and_check", "both")
+        within("rounds", "both")
         backend._team.walk, speculator.learn = walk, learning
         Sampler.follow = choosing  # type: ignore[method-assign]
 
@@ -116,12 +123,12 @@ def report(rounds: list[dict[str, float]], costs: Any) -> None:
                 f"  median {statistics.median(values):7.0f}  10 % {tenths[0]:7.0f}  90 % {tenths[-1]:7.0f}"
             )
     for r in rounds:
-        by_size[int(r["rows"]), int(r["steps"])].append(r)
-    for (n, steps), some in sorted(by_size.items()):
+        by_size[int(r["rows"]), int(r["at_once"])].append(r)
+    for (n, at_once), some in sorted(by_size.items()):
         medians = (f"{part} {statistics.median(1e6 * r[part] for r in some):.0f}" for part in ("rest", "round"))
         made = statistics.fmean(r["made"] for r in some)
         click.echo(
-            f"{n:2} rows after {steps:2} steps: {len(some):4} rounds  made {made:.2f}  {'  '.join(medians)}"
+            f"{n:2} rows, {at_once} rounds a walk: {len(some):4} rounds  made {made:.2f}  {'  '.join(medians)}"
             f"  believed of the target's step {1e6 * costs[n]:.0f}"
         )
 

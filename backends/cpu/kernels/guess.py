@@ -15,7 +15,7 @@ from edgert.backends.cpu.guessing import PLACE
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.kernels.logits import double_bits
 from edgert.backends.cpu.kernels.sample import chooser
-from edgert.backends.cpu.kernels.walk import ENDED, GENERATION, N_NEXT, NEXT
+from edgert.backends.cpu.kernels.walk import ENDED, GENERATION, N_NEXT, NEXT, ticks
 from edgert.backends.cpu.sampling import PLACE as SAMPLING
 from edgert.backends.cpu.simd import double_at, int32_at, put_u32, put_word, word
 from edgert.backends.cpu.step import N_NARROW, N_TOKENS, N_WANTED, N_WANTED_TILED, N_WIDE
@@ -23,7 +23,7 @@ from edgert.backends.cpu.step import N_NARROW, N_TOKENS, N_WANTED, N_WANTED_TILE
 
 def build(isa: Isa) -> Callable[[int, int, int], None]:
     """The kernel; one thread does all."""
-    choose = chooser(isa, "guess")
+    choose, now = chooser(isa, "guess"), ticks(isa)
     CHAIN, TEAM, COUNT, STEPS, MOST = (PLACE[x] for x in ("chain", "team", "count", "steps", "most"))
     LIKELY, FLOORS, P_MIN, N_SURE, SURE = (PLACE[x] for x in ("likely", "floors", "p_min", "n_sure", "sure"))
     ODDS, SHARES, N_ENDS, ENDS = (PLACE[x] for x in ("odds", "shares", "n_ends", "ends"))
@@ -32,6 +32,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
     IDS, SHARE, HISTORY, N_HISTORY = (SAMPLING[x] for x in ("ids", "share", "history", "n_history"))
     LOGITS, N_ROWS = SAMPLING["logits"], SAMPLING["n_rows"]
     TAPES, EXTRA, UNKNOWN, CHECKED = (PLACE[x] for x in ("tapes", "extra", "unknown", "checked"))
+    FURTHER, TURNED = PLACE["further"], PLACE["turned"]
     TARGET_CHAIN, TARGET_LOGITS, SEQUENCE = PLACE["target_chain"], PLACE["target_logits"], PLACE["sequence"]
     TO_TOKENS, TO_POSITIONS, TO_SLOTS, TO_WANTED, TO_HEADER = (
         PLACE[f"target_{x}"] for x in ("tokens", "positions", "slots", "wanted", "header")
@@ -115,15 +116,19 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
                 put_word(word(a, WANTED), 0)
                 for i in range(word(a, N_HEADER)):
                     put_word(word(a, HEADER) + 8 * i, word(word(a, ONE), i))
+        team, tapes = word(a, TEAM), word(a, TAPES)
+        put_word(team + 8 * ENDED, 0)  # as in the round before
         if not going_on:
-            team, tapes = word(a, TEAM), word(a, TAPES)
             put_word(team + 8 * NEXT, 0)
             put_word(team + 8 * N_NEXT, 0)
             if tapes:
                 n = best_length(a, word(a, COUNT))
+                if n:
+                    n = min(n + word(a, FURTHER), word(a, COUNT))
                 lay_out_check(a, n)
                 put_word(team + 8 * NEXT, word(tapes, 2 * n))
                 put_word(team + 8 * N_NEXT, word(tapes, 2 * n + 1))
             put_word(team + 8 * ENDED, word(team, GENERATION))
+            put_word(a + 8 * TURNED, now())
 
     return guess

@@ -100,6 +100,18 @@ def _pause(isa: Isa) -> Any:
     return intrinsic(lambda _context: (types.void(), generate))
 
 
+def ticks(isa: Isa) -> Any:
+    """A Numba function that reads a counter which grows evenly; 0 where there is none."""
+
+    def generate(_context: Any, builder: Any, _s: Any, _values: Any) -> Any:
+        name = {"x86_64": "llvm.readcyclecounter", "aarch64": "llvm.readsteadycounter"}.get(isa.machine)
+        if not name:
+            return ir.Constant(I64, 0)
+        return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(I64, []), name), [])
+
+    return intrinsic(lambda _context: (types.int64(), generate))
+
+
 @intrinsic
 def _call_futex(_context: Any, function: Any, number: Any, address: Any, operation: Any, value: Any) -> Any:
     """Linux's futex through the C library's variadic `syscall`."""
