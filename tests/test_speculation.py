@@ -503,3 +503,16 @@ def test_a_draft_that_breaks_does_not_break_the_reply() -> None:
 
     with speculating(Chancy(), Broken(), ngram=False) as model:
         assert len(model.generate("abc", max_tokens=60, ignore_eos=True).tokens) == 60
+
+
+def test_who_comes_and_who_leaves_interrupts_a_step_of_several_rounds() -> None:
+    with speculating(Chancy(), Chancy()) as model:
+        assert model.speculator is not None
+        word = model.speculator.interrupted  # which nothing resets where there are no such steps
+        assert word[0] == 0
+        stream = model.generate("abc", True, max_tokens=60, ignore_eos=True)
+        assert word[0] == 1
+        word[0] = 0
+        stream.cancel()
+        assert word[0] == 1
+        stream.reply()

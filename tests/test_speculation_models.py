@@ -316,6 +316,68 @@ def test_guesses_are_checked_in_one_walk_as_in_three_calls(tiny_model: Tiny, tem
     target.close()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("same", [False, True])
+def test_several_rounds_of_one_walk_are_those_of_several_walks(
+    tiny_model: Tiny, temperature: float, same: bool
+) -> None:
+    target = backends.load(tiny_model("llama"), backend="cpu", n_ctx=160, n_threads=2)
+    with GGUFFile.open(tiny_model("llama", seed=0 if same else 1)) as file:
+        draft = CpuDraft(file, n_guesses=6, n_ctx=128, n_threads=2, beside=target)
+    model, n, owner = DraftModel(draft), 12, object()
+    stakes = _stakes(5, np.zeros(6), np.full(2, 0.9), 0.7)  # of five guesses some are checked
+    sampler = Sampler(SamplingParams(temperature=temperature, seed=5, repeat_penalty=1.3), target.n_vocab, (),
+                      SampleKernel())  # fmt: skip
+    single, several = np.zeros(160, np.int32), np.zeros(160, np.int32)
+    single[:n] = several[:n] = np.arange(20, 32)
+
+    def walk(tokens: NDArray[np.int32], n: int, at_once: int, reach: int, stakes: Stakes = stakes) -> list[Any]:
+        found = model.rounds(0, tokens, n, sampler, stakes, owner, at_once, reach)
+        assert found is not None and len(found) == len(model.times)
+        assert all(guessing >= 0 and checking >= 0 for guessing, checking in model.times)
+        end = n
+        for shares, checked, chosen in found:
+            assert 0 <= len(chosen) - 1 <= checked <= len(shares) <= stakes.most
+            tokens[end : end + len(chosen)] = chosen
+            end += len(chosen)
+        assert target.length(0) == end - 1
+        return [(shares.tolist(), checked, chosen) for shares, checked, chosen in found]
+
+    def again(n: int) -> None:
+        nonlocal owner
+        target.truncate(0, n - 1)
+        owner = object()
+
+    target.forward(Batch.of(single[: n - 1].tolist(), 0, wanted="none"))
+    expected, ends = [], [n]
+    for _ in range(12):
+        expected += walk(single, ends[-1], 1, 5)
+        ends.append(ends[-1] + len(expected[-1][2]))
+    again(n)
+    found = walk(several, n, 4, 100)
+    assert found == expected[:4]
+    found += walk(several, ends[4], 8, 100)  # from where the caches are
+    assert found == expected and (several == single).all()
+    logits = target.extend([int(single[ends[12] - 1])], ends[12] - 1, 0).copy()
+    target.truncate(0, 0)  # the cache holds what was chosen
+    assert (target.forward(Batch.of(single[: ends[12]].tolist(), 0, wanted="last")) == logits).all()
+
+    again(n)
+    model.interrupted[0] = 1
+    assert walk(several, n, 4, 100) == expected[:1] and not model.interrupted[0]
+    again(n)
+    within = sum(end + 5 <= n + 8 for end in ends)  # rounds that begin where there is room for five guesses
+    assert walk(several, n, 8, 8) == expected[:within]
+    text = single[n : ends[8]].tolist()
+    place = next(i for i in range(ends[1] - n, len(text)) if text[i] not in text[:i])
+    again(n)
+    found = walk(several, n, 8, 100, replace(stakes, ends=np.array([text[place]])))
+    tokens = [token for _, _, chosen in found for token in chosen]
+    assert text[place] in found[-1][2] and tokens == single[n : n + len(tokens)].tolist()
+    draft.close()
+    target.close()
+
+
 def test_a_lone_request_is_checked_in_the_walk_of_its_guesses(
     tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,7 +147,8 @@ class Guessing:
             return [(self._ratio * log[N_MADE] * share, share) for log in logs]
         times, start = [], ticks - self._rate * (ended - began)
         for log in logs:
-            times.append((max(0.0, log[TURNED] - start) / self._rate, (log[DONE] - log[TURNED]) / self._rate))
+            guessing, checking = log[TURNED] - start, log[DONE] - log[TURNED]
+            times.append((max(0.0, guessing) / self._rate, max(0.0, checking) / self._rate))
             start = log[DONE]
         return times
 
