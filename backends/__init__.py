@@ -103,7 +103,7 @@ def _onnx(file: GGUFFile, common: dict[str, Any], options: dict[str, Any]) -> Ba
     for name in ("cache_type_k", "cache_type_v"):
         if (kind := options.pop(name, "f32")) != "f32":
             raise RequestError(name, f"is {kind!r}, and the onnx backend has f32 alone: leave it out")
-    providers.runtime()
+    providers.open_runtime(options.get("device", "auto"))
     from edgert.backends.onnx.backend import OnnxBackend  # which takes both packages for granted
 
     check_options(options, OnnxBackend)

@@ -42,6 +42,7 @@ TURN = 512, 128  # tokens of a prompt and of a reply: the backend that takes the
 SPREAD = ("split_mode", "tensor_split", "main_gpu", "rpc")  # options of llama alone: who gives one asks for it
 BUDGET = 0.5  # seconds for each measured rate
 RENEW = "renew its package and its driver, and look with `edgert doctor`"
+KINDS = {"llama": "gpu", "onnx": "npu"}  # of devices that a backend is for
 PACKAGES = {
     "llama": ("llama_cpp", "llama-cpp-python", "edgert[gpu]"),
     "onnx": ("onnxruntime", "onnxruntime", "edgert[npu]"),
@@ -115,7 +116,7 @@ def candidates(wish: Wish) -> tuple[list[Candidate], list[Trial]]:
     if wish.named:
         return _named(wish), []
     present, found, absent = accelerators.present(), [], []
-    for kind, name in (("gpu", "llama"), ("npu", "onnx")):
+    for name, kind in KINDS.items():
         if kind not in present:
             continue
         if installed(name):
@@ -185,6 +186,8 @@ class _Trials:
 
     def winner(self, notes: Notes, key: str) -> Backend:
         """The backend to use, open. Raises: EdgertError when there is none, or not what was required."""
+        if self._wish.require:
+            self._refuse()
         last: tuple[int, Backend] | None = None
         for i, one in enumerate(self._all):
             if last is not None:
@@ -209,6 +212,17 @@ class _Trials:
         notes.put(key, note | {"trials": [asdict(trial) for trial in self.trials]})
         return _judged(backend, self.trials)
 
+    def _refuse(self) -> None:
+        """Opens what is required and nothing else, so that its absence is told before the cpu backend compiles kernels.
+
+        Raises: EdgertError when it cannot be opened.
+        """
+        backend = self._try(self._all[1], examine=False)
+        if backend is None:
+            raise self._failure()
+        backend.close()
+        self.trials.clear()
+
     @property
     def _asked(self) -> str:
         wish = self._wish
@@ -221,14 +235,14 @@ class _Trials:
     def _open(self, one: Candidate) -> Backend:
         return backends.open_one(one.backend, self._file, self._common, {**self._options, **one.options})
 
-    def _try(self, one: Candidate) -> Backend | None:
+    def _try(self, one: Candidate, examine: bool = True) -> Backend | None:
         """The backend, open, if it may be used; a trial is noted in any case."""
         backend: Backend | None = None
         trial = Trial(one.backend)
         try:
             backend = self._open(one)
             trial = replace(trial, device=backend.verdict.device)
-            trial = self._examine(one, backend, trial)
+            trial = self._examine(one, backend, trial) if examine else trial
         except Exception as error:  # of libraries and drivers too: the next backend may still work
             if one.backend == "cpu" and not isinstance(error, UnsupportedFormatError | DoesNotFitError):
                 if backend is not None:

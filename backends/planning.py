@@ -166,7 +166,7 @@ def _on_gpus(request: Request, a: Architecture) -> list[Place]:
         library.library()
         seen = devices.gpus()
         if not seen:
-            obstacle, remedy = "the installed llama.cpp is a build for the CPU alone", devices.build()
+            obstacle, remedy = devices.unreached()
     except EdgertError as error:
         obstacle, _, remedy = str(error).rpartition(": ")
     known = seen or [gpu for gpu in gpus.gpus() if gpu.memory_free]

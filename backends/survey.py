@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edgert.devices import accelerators
 from edgert.devices.gpus import Gpu
 from edgert.errors import EdgertError
 
@@ -49,13 +50,16 @@ def _llama(gpus: list[Gpu]) -> list[Use]:
         found = devices.devices()
     except EdgertError as error:
         reason, _, command = str(error).rpartition(": ")
+        lacking = accelerators.lack("gpu")[0]
+        if lacking:  # llama.cpp on the processor is no gain
+            command = f"{accelerators.NOTHING}, since {lacking}"
         uses = [Use("llama", "cpu", reason, command)]
         return uses + [Use("llama", gpu.name, reason, devices.BUILDS[gpu.maker]) for gpu in gpus]
     version = f"llama-cpp-python {library.version()}"
     uses = [Use("llama", f"{device.name} ({device.description})", version=version) for device in found]
     if not any(device.kind in ("gpu", "igpu") for device in found):
-        reason = "the installed llama.cpp is a build for the CPU alone"
-        uses += [Use("llama", gpu.name, reason, devices.BUILDS[gpu.maker], version) for gpu in gpus]
+        reason, remedy = devices.unreached()
+        uses += [Use("llama", gpu.name, reason, remedy, version) for gpu in gpus]
     return uses
 
 
@@ -66,7 +70,11 @@ def _onnx() -> list[Use]:
         found = providers.devices()
     except EdgertError as error:
         reason, _, command = str(error).rpartition(": ")
-        return [Use("onnx", row.name, reason, command) for row in providers.PROVIDERS.values()]
+        return [
+            Use("onnx", row.name, lacking or reason, remedy or command)
+            for row in providers.PROVIDERS.values()
+            for lacking, remedy in [row.lack(row.kinds[0])]
+        ]
     return [
         Use("onnx", f"{device.name} ({device.label})", device.obstacle, device.remedy, device.version)
         for device in found

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 VENDORS = {"0x10de": "nvidia", "0x1002": "amd", "0x8086": "intel"}
+DISPLAY = "0x03"  # the PCI class of GPUs, those without a display too
 NVML_INSTALL = "pip install nvidia-ml-py"
 
 
@@ -36,7 +37,7 @@ def gpus(root: Path = Path("/")) -> list[Gpu]:
     if found:
         others = [gpu for gpu in others if gpu.maker != "nvidia"]
     else:
-        others = [_noted(gpu, trouble) if gpu.maker == "nvidia" else gpu for gpu in others]
+        others = [replace(gpu, note=trouble) if gpu.maker == "nvidia" and gpu.driver else gpu for gpu in others]
         if trouble and not others and (root / "proc/driver/nvidia/version").exists():
             others = [Gpu("NVIDIA GPU", "nvidia", note=trouble)]
     if sys.platform == "darwin":
@@ -45,12 +46,6 @@ def gpus(root: Path = Path("/")) -> list[Gpu]:
         if platform.machine() == "arm64":
             others.append(Gpu("Apple GPU", "apple", note="it shares the memory of the processor"))
     return found + others
-
-
-def _noted(gpu: Gpu, note: str) -> Gpu:
-    from dataclasses import replace
-
-    return replace(gpu, note=note)
 
 
 def _nvidia() -> tuple[list[Gpu], str]:
@@ -84,21 +79,22 @@ def _text(value: Any) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
-def by_pci(root: Path) -> list[Gpu]:
-    """What Linux lists under /sys/class/drm; AMD's driver tells memory and load there."""
+def by_pci(root: Path, kind: str = DISPLAY) -> list[Gpu]:
+    """What Linux lists of these makers on the PCI bus, served or not; AMD's driver tells memory and load there.
+
+    kind:  how the class of the devices begins
+    """
     found = []
-    for device in sorted((root / "sys/class/drm").glob("card*/device")):
-        if "-" in device.parent.name:
-            continue  # a connector of a card
+    for device in sorted((root / "sys/bus/pci/devices").glob("*")):
         maker = VENDORS.get(_read(device / "vendor"))
-        if maker is None:
+        if maker is None or not _read(device / "class").startswith(kind):
             continue
         total, used = _number(device / "mem_info_vram_total"), _number(device / "mem_info_vram_used")
         free = total - used if total is not None and used is not None else None
-        name = f"{maker.upper()} GPU {_read(device / 'device')}".strip()
+        name = f"{maker.upper()} {'GPU' if kind == DISPLAY else 'device'} {_read(device / 'device')}".strip()
         load = _number(device / "gpu_busy_percent")
         driver = (device / "driver").resolve().name if (device / "driver").exists() else ""
-        note = "" if driver else "no driver of the system serves it"
+        note = "" if driver else "no driver of the system serves it: install its maker's"
         found.append(Gpu(name, maker, total, free, driver, load, note))
     return found
 

@@ -21,7 +21,7 @@ from edgert.backends.base import Backend, Batch, OnInput, Verdict, of_wanted
 from edgert.backends.llama import devices
 from edgert.backends.llama.cells import Cells
 from edgert.backends.llama.door import validated
-from edgert.backends.llama.library import function, library, messages, system_info, version
+from edgert.backends.llama.library import function, messages, system_info, version
 from edgert.backends.llama.observer import Observer
 from edgert.backends.llama.offload import FITTING, SPLIT_MODES, Offload, amx_unused, load_model
 from edgert.backends.sessions import check_facts
@@ -103,7 +103,7 @@ class LlamaBackend(Backend):
         n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
         self._model: Any = None
         self._context: Any = None
-        self._llama = library()
+        self._llama = devices.open_library("" if rpc else device)
         if rpc:
             devices.add_rpc_servers(self._llama, [rpc] if isinstance(rpc, str) else rpc)
         with validated(model) as file:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from edgert.backends.llama.footprint import besides, head_bytes, kv_of_layer, layer_bytes
-from edgert.backends.llama.library import ggml_function
+from edgert.backends.llama.library import ggml_function, library
+from edgert.devices import accelerators
+from edgert.devices import gpus as gpu_list
 from edgert.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
@@ -27,11 +29,40 @@ BUILDS = {
 }  # the command that builds llama.cpp for a maker's GPUs
 
 
-def build() -> str:
-    """The command for the GPU of this machine."""
-    from edgert.devices import gpus
+def unreached() -> tuple[str, str]:
+    """Why the installed build reaches no GPU of this machine, and what helps."""
+    reason, remedy = accelerators.lack("gpu")
+    if reason:
+        return reason, remedy
+    here = gpu_list.gpus()
+    if kinds := _built_for():
+        what = f"the {here[0].name}" if here else "a GPU"
+        look = "look whether its driver answers and whether a variable such as CUDA_VISIBLE_DEVICES hides it"
+        return f"its build for {', '.join(kinds)} finds none, though the system has {what}", look
+    return "it is a build for the CPU alone", BUILDS[here[0].maker if here else "nvidia"]
 
-    return BUILDS[next((gpu.maker for gpu in gpus.gpus()), "nvidia")]
+
+def open_library(device: str) -> Any:
+    """llama.cpp's module, for a device as `LlamaBackend` has it.
+
+    Raises: BackendUnavailableError, which speaks of the package only where the machine could use it.
+    """
+    try:
+        return library()
+    except BackendUnavailableError as error:
+        reason, remedy = accelerators.lack("gpu")
+        if not reason or device.strip().lower() in ("", "cpu"):
+            raise
+        raise BackendUnavailableError(f"llama.cpp runs on no GPU here, since {reason}: {remedy}") from error
+
+
+def _built_for() -> list[str]:
+    """What ggml has kernels for beside processors, devices or not."""
+    count = ggml_function("ggml_backend_reg_count", ctypes.c_size_t)
+    get = ggml_function("ggml_backend_reg_get", ctypes.c_void_p, ctypes.c_size_t)
+    name = ggml_function("ggml_backend_reg_name", ctypes.c_char_p, ctypes.c_void_p)
+    found = [name(get(i)).decode("utf-8", "replace") for i in range(count())]
+    return [one for one in found if one not in ("CPU", "BLAS", "RPC", "Accelerate")]
 
 
 @dataclass(frozen=True)
@@ -77,9 +108,8 @@ def gpus(names: Sequence[str] = ()) -> list[LlamaDevice]:
     """
     found = {device.name: device for device in devices() if device.kind in ("gpu", "igpu")}
     if unknown := [name for name in names if name not in found]:
-        here = f"it sees {', '.join(found)}" if found else "it sees none"
-        remedy = "choose one of these" if found else build()
-        raise BackendUnavailableError(f"llama.cpp has no GPU {unknown[0]!r} here ({here}): {remedy}")
+        reason, remedy = (f"it sees {', '.join(found)}", "choose one of these") if found else unreached()
+        raise BackendUnavailableError(f"llama.cpp has no GPU {unknown[0]!r} here ({reason}): {remedy}")
     return [found[name] for name in names] or list(found.values())
 
 

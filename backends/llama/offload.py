@@ -84,14 +84,15 @@ class Offload:
         wished = 0 if device.lower() == "cpu" else wished
         names = () if device.lower() in ("", "cpu", "gpu") else tuple(name.strip() for name in device.split(","))
         found = devices.gpus(names)
+        reason, remedy = devices.unreached() if not found and wished != 0 else ("", "")
         if device.lower() == "gpu" and not found:
-            raise BackendUnavailableError(f"llama.cpp sees no GPU, as a build for the CPU alone: {devices.build()}")
-        if not found or wished == 0:
+            raise BackendUnavailableError(f"llama.cpp sees no GPU, since {reason}: {remedy}")
+        if reason:
+            why = "" if wished == FITTING else f"no GPU: {reason}"
+            return cls(0, 0, "CPU", why, f"llama.cpp sees none, since {reason}", remedy)
+        if wished == 0:
             chosen = "-ngl 0 keeps all layers on the CPU" if not device else "the device is the CPU"
-            why_not = "llama.cpp sees none" if not found else chosen
-            why = "no GPU in this build" if wished not in (0, FITTING) and not found else ""
-            remedy = devices.build() if not found else "leave -ngl and --device out"
-            return cls(0, 0, "CPU", why, why_not, remedy)
+            return cls(0, 0, "CPU", "", chosen, "leave -ngl and --device out")
         if split_mode == "none":
             found = found[main_gpu : main_gpu + 1]
             if not found:

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from edgert.backends.onnx.style import Style
+from edgert.devices import accelerators
 from edgert.errors import BackendUnavailableError
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class Provider:
 
     name:       how `device` names it: "openvino", or with a kind of device, "openvino:npu"
     ep:         ONNX Runtime's name
+    makers:     of the processors that it can use
     plugin:     a module whose get_library_path() is a plug-in to register, "" when it is built in
     install:    the command that brings it
     kinds:      devices that it may run on, the first is taken when none is named
@@ -44,10 +46,15 @@ class Provider:
     style: Style
     install: str
     kinds: tuple[str, ...]
+    makers: tuple[str, ...] = ()
     plugin: str = ""
     simulated: dict[str, str] = field(default_factory=dict)
     options: dict[str, dict[str, str]] = field(default_factory=dict)
     blobs: bool = False
+
+    def lack(self, kind: str) -> tuple[str, str]:
+        """Why this machine has no processor of the kind for it, and what helps; empty where it may have one."""
+        return accelerators.lack(kind, self.makers) if kind in accelerators.MAKERS else ("", "")
 
 
 PROVIDERS: dict[str, Provider] = {
@@ -62,6 +69,7 @@ PROVIDERS: dict[str, Provider] = {
             # It brings an onnxruntime of its own, which replaces the plain one.
             "python -m venv openvino && openvino/bin/pip install edgert onnx onnxruntime-openvino",
             ("npu", "gpu", "cpu"),
+            makers=("intel",),
             simulated={"cpu": "OpenVINO's CPU device, no NPU"},
             options={kind: {"device_type": kind.upper()} for kind in ("npu", "gpu", "cpu")},
         ),
@@ -73,6 +81,7 @@ PROVIDERS: dict[str, Provider] = {
             Style(accuracy_level=0),
             "pip install onnx onnxruntime onnxruntime-qnn",
             ("npu", "simulator"),
+            makers=("qualcomm",),
             plugin="onnxruntime_qnn",
             simulated={"simulator": "Qualcomm's HTP simulator on the CPU, no NPU"},
             options={
@@ -148,6 +157,24 @@ def runtime() -> ModuleType:
     return module
 
 
+def open_runtime(device: str) -> ModuleType:
+    """onnxruntime, for a device as `find` takes its name.
+
+    Raises: BackendUnavailableError, which speaks of the packages only where the machine could use them.
+    """
+    try:
+        return runtime()
+    except BackendUnavailableError as error:
+        name, _, kind = device.strip().lower().partition(":")
+        provider = PROVIDERS.get(name)
+        reason, remedy = provider.lack(kind or provider.kinds[0]) if provider else ("", "")
+        if name in accelerators.MAKERS:
+            reason, remedy = accelerators.lack(name)
+        if not reason:
+            raise
+        raise BackendUnavailableError(f"ONNX Runtime reaches no {device} here, since {reason}: {remedy}") from error
+
+
 def devices() -> list[Device]:
     """Every device of every provider of the table, usable or not. Raises: BackendUnavailableError."""
     ort = runtime()
@@ -187,19 +214,29 @@ def _devices_of(ort: ModuleType, provider: Provider) -> list[Device]:
         try:
             version, found = _plugin(ort, provider)
         except BackendUnavailableError as error:
-            return [Device(provider, kind, str(error), provider.install) for kind in provider.kinds]
+            return _absent(provider, str(error))
     else:
         if provider.ep not in ort.get_available_providers():
-            obstacle = f"this build of onnxruntime {version} has no {provider.ep}"
-            return [Device(provider, kind, obstacle, provider.install) for kind in provider.kinds]
+            return _absent(provider, f"this build of onnxruntime {version} has no {provider.ep}")
         found = {"CPU"} | _openvino_devices()
     result = []
     for kind in provider.kinds:
         here = kind == "simulator" or kind.upper() in found
-        obstacle = "" if here else f"{provider.ep} finds no {kind.upper()} on this machine"
-        remedy = "" if here else f"install the driver of the {kind.upper()} and look again with `edgert devices`"
+        obstacle, remedy = ("", "") if here else provider.lack(kind)
+        if not here and not obstacle:
+            obstacle = f"{provider.ep} finds no {kind.upper()} on this machine"
+            remedy = f"install the driver of the {kind.upper()} and look again with `edgert devices`"
         result.append(Device(provider, kind, obstacle, remedy, version))
     return result
+
+
+def _absent(provider: Provider, reason: str) -> list[Device]:
+    """The devices of a provider that is not installed: what to install only where the machine could use it."""
+    found = []
+    for kind in provider.kinds:
+        lacking, remedy = provider.lack(kind)
+        found.append(Device(provider, kind, lacking or reason, remedy or provider.install))
+    return found
 
 
 def _openvino_devices() -> set[str]:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 LEAST_DISK, LEAST_MEMORY = 500 << 20, 500 << 20  # bytes below which a first model is no pleasure
 NEEDED = ("numpy", "numba", "llvmlite", "tokenizers", "jinja2", "psutil", "platformdirs")
-EXTRAS = {"llama-cpp-python": "gpu", "onnxruntime": "npu", "onnx": "npu", "nvidia-ml-py": ""}
+# What serves GPUs and NPUs, and nothing on a machine without.
+EXTRAS = {"llama-cpp-python": "gpu", "onnxruntime": "npu", "onnx": "npu"}
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,24 @@ def environment() -> Iterator[Check]:
             yield Check(area, package, OK, found)
         else:
             yield Check(area, package, PROBLEM, "is not installed", f"pip install {package}")
-    for package, extra in EXTRAS.items():
-        found = _version(package)
-        install = f"pip install 'edgert[{extra}]'" if extra else f"pip install {package}"
-        text = found or "is not installed, and not needed without a device for it"
-        yield Check(area, package, OK if found else NOTE, text, "" if found else install)
+    for package, kind in EXTRAS.items():
+        yield _extra(area, package, kind, f"pip install 'edgert[{kind}]'")
+    yield _extra(area, "nvidia-ml-py", "gpu", "pip install nvidia-ml-py", ("nvidia",))
     for name in sorted(name for name in os.environ if name.startswith("EDGERT_")):
         yield Check(area, name, OK, os.environ[name])
+
+
+def _extra(area: str, package: str, kind: str, install: str, makers: tuple[str, ...] = ()) -> Check:
+    """A package that serves a kind of device: it is missed only where the machine may have one."""
+    from edgert.devices import accelerators
+
+    found = _version(package)
+    if found:
+        return Check(area, package, OK, found)
+    lacking = accelerators.lack(kind, makers)[0]
+    if lacking:
+        return Check(area, package, OK, f"is not installed, and not needed: {lacking}")
+    return Check(area, package, NOTE, f"is not installed, and the {kind.upper()} needs it", install)
 
 
 def _own_version(area: str) -> Check:
@@ -184,6 +196,7 @@ def _size(path: Path) -> int:
 def backends() -> Iterator[Check]:
     """A tiny model on every backend that is installed."""
     from edgert.backends import choice, selftest
+    from edgert.devices import accelerators
 
     with tempfile.TemporaryDirectory(prefix="edgert-") as folder:
         cpu = selftest.run("cpu", Path(folder))
@@ -191,7 +204,8 @@ def backends() -> Iterator[Check]:
         for name, (_, package, extra) in choice.PACKAGES.items():
             remedy = f"pip install --force-reinstall '{extra}'"
             if not choice.installed(name):
-                yield Check("self-test", name, NOTE, f"{package} is not installed", f"pip install '{extra}'")
+                install = f"pip install '{extra}'" if choice.KINDS[name] in accelerators.present() else ""
+                yield Check("self-test", name, NOTE, f"{package} is not installed", install)
             elif cpu.obstacle:
                 yield Check("self-test", name, NOTE, "not tested, for want of the cpu backend's answers")
             else:
