@@ -102,7 +102,7 @@ def cut(engine: Engine, texts: Sequence[Text], n_ctx: int, n_chunks: int | None 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")  # which Windows' editors begin with
     except OSError as error:
         names = ", ".join(BUILT_IN)
         raise EdgertError(

@@ -490,6 +490,13 @@ def test_bytes_that_are_not_text(
     assert done.returncode == code and message in done.stderr and not done.stdout
 
 
+def test_a_byte_order_mark_is_no_part_of_a_text(edgert: Any, tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"\xef\xbb\xbfGr\xc3\xbc\xc3\x9fe\xef\xbb\xbf")
+    told = "you said 'Grüße\\ufeff'\n"
+    assert edgert("run", "-f", str(tmp_path / "text"), fake=True).stdout == told
+    assert edgert("run", fake=True, stdin=(tmp_path / "text").read_bytes()).stdout == told
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="locales")
 @pytest.mark.parametrize("mode", ["0", "1"])
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])

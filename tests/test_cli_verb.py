@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from edgert import cli
@@ -45,3 +48,30 @@ def test_what_other_tools_say_is_said_here() -> None:
     commands = [cli.group.get_command(None, name) for name in cli.VERBS]  # type: ignore[arg-type]
     known = {option for command in commands if command for parameter in command.params for option in parameter.opts}
     assert set(FLAGS.values()) <= known
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--spec-max", "4000"], "Error: --spec-max must be an integer from 1 to "),
+        (["--draft-max=4000"], "Error: --draft-max must be an integer from 1 to "),
+        (["--spec-type", "never"], "Error: --spec-type must be one of auto, draft, ngram, off, not 'never'."),
+        (["-n", "-7"], "Error: --n-predict must be an integer from -1 to "),
+        (["-ctk", "q3"], "Error: --cache-type-k is 'q3'; "),
+        (["--chat-template", "{{"], "Error: --chat-template is no Jinja template: "),
+        ([], "Error: EDGERT_SPEC_MAX must be an integer from 1 to "),
+    ],
+)
+def test_wrong_values_are_named_as_they_were_written(
+    words: list[str],
+    told: str,
+    tiny_model: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not words:
+        monkeypatch.setenv("EDGERT_SPEC_MAX", "999")
+    model = str(tiny_model("llama"))
+    assert cli.call(["run", "-m", model, "--backend", "cpu", "-t", "1", "-p", "hi", *words]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.splitlines()[-1].startswith(told)

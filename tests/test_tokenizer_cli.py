@@ -34,6 +34,13 @@ def test_standard_input_is_taken_byte_by_byte(gemma3_path: Path) -> None:
     assert same.endswith(" 107\n")
 
 
+def test_a_byte_order_mark_is_no_text(gemma3_path: Path) -> None:
+    """Editors on Windows begin files with one; within a text it stays."""
+    same = tokenize("-m", str(gemma3_path), "-p", "Hello").output
+    assert tokenize("-m", str(gemma3_path), stdin=b"\xef\xbb\xbfHello").output == same
+    assert len(tokenize("-m", str(gemma3_path), stdin="Hello\ufeff".encode()).output.split()) > len(same.split())
+
+
 def test_json_has_pieces(gemma3_path: Path) -> None:
     facts = json.loads(tokenize("-m", str(gemma3_path), "-p", "Hi \U00040000", "--json").output)
     assert facts["n_tokens"] == len(facts["tokens"]) == 7

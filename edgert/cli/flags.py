@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import click
 
 from edgert.cli.text import text_of
-from edgert.errors import RequestError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,6 +28,10 @@ FIELDS = {
     "grammar": "grammar",
     "json_schema": "json_schema",
 }
+
+
+# Flag of the command line -> argument of `edgert.load`, where the names differ.
+LOADING = {"model_draft": "draft", "spec_type": "spec", "ctx_size": "n_ctx", "threads": "n_threads"}
 
 
 def flag(*names: str, **attributes: Any) -> Callable[[F], F]:
@@ -253,17 +256,11 @@ def grammar_flags(function: F) -> F:
 def request_of(flags: dict[str, Any]) -> dict[str, Any]:
     """Takes the sampling flags that were given out of a command's arguments, as fields of a request.
 
-    Raises: click.UsageError naming the flag whose value is out of range.
+    Raises: RequestError naming the field whose value is out of range.
     """
     from edgert.options import Options, SamplingParams
 
-    request = {}
-    for name, field in FIELDS.items():
-        value = flags.pop(name, None)
-        if value is not None:
-            try:
-                Options.of(SamplingParams(), **{field: value})
-            except RequestError as error:
-                raise click.UsageError(f"--{name.replace('_', '-')} {error.reason}.") from error
-            request[field] = value
+    given = {field: flags.pop(name, None) for name, field in FIELDS.items()}
+    request = {field: value for field, value in given.items() if value is not None}
+    Options.of(SamplingParams(), **request)
     return request

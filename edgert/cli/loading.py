@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgert import store
-from edgert.cli.flags import backend_options
+from edgert.cli.flags import LOADING, backend_options
 from edgert.cli.progress import ProgressLine, compiling, notices
 from edgert.cli.text import text_of
 from edgert.errors import EdgertError
@@ -72,8 +72,7 @@ def arguments_of(flags: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
 
 def options_of(flags: dict[str, Any]) -> dict[str, Any]:
     """The model flags but for the model itself, taken out of a command's arguments."""
-    names = {"model_draft": "draft", "spec_type": "spec"} | {f"spec_{x}": f"spec_{x}" for x in ("max", "min", "p_min")}
-    names |= {"ctx_size": "n_ctx", "cache_type_k": "cache_type_k", "cache_type_v": "cache_type_v"}
-    given = {field: value for name, field in names.items() if (value := flags.pop(name)) is not None}
+    names = "model_draft", "spec_type", "spec_max", "spec_min", "spec_p_min", "ctx_size", "cache_type_k", "cache_type_v"
+    given = {LOADING.get(name, name): value for name in names if (value := flags.pop(name)) is not None}
     always = {"n_threads": flags.pop("threads")} | backend_options(flags)
     return given | always | {"chat_template": template_text(flags.pop("chat_template"))}

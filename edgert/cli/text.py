@@ -1,4 +1,7 @@
-"""Text from outside: UTF-8, or refused with the place named. What is typed into a chat alone is mended."""
+"""Text from outside: UTF-8, or refused with the place named. What is typed into a chat alone is mended.
+
+A byte order mark before it says how it is encoded, as editors on Windows do, and is no part of it.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,18 @@ import click
 from edgert.errors import EdgertError
 from edgert.folders import written
 
+BYTE_ORDER_MARK = "\ufeff"
+
 
 def decoded(data: bytes, name: str) -> str:
-    """The text of bytes, every one of them: no line end is changed or taken away.
+    """The text of bytes, every one of them but for a byte order mark: no line end is changed or taken away.
 
     name:  where the bytes are from, as a sentence begins with it
 
     Raises: EdgertError naming the first byte that is not UTF-8.
     """
     try:
-        return data.decode()
+        return data.decode().removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
         utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         what = "is UTF-16" if utf16 else f"is not UTF-8 at byte {error.start}"

@@ -6,8 +6,10 @@ from difflib import get_close_matches
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from edgert.cli.flags import FIELDS
+from edgert.cli.flags import FIELDS, LOADING
+from edgert.errors import RequestError
 
 # What Ollama, pip, llama.cpp's programs and habit call a verb -> what it is here.
 VERBS = {
@@ -44,6 +46,9 @@ FLAGS |= {
     "--output-file": "--output",
 }
 
+TYPED = "edgert.typed"  # the words of the command line, for who must name one of them
+NAMES = FIELDS | LOADING  # of a parameter -> of what edgert takes it for
+
 
 def unknown(name: str, known: list[str]) -> click.UsageError:
     """What to say of a verb that there is not."""
@@ -59,6 +64,7 @@ class Verb(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Raises: click.UsageError for a flag that there is not and for words that belong behind a flag."""
         ctx.allow_extra_args = True
+        typed = [word.partition("=")[0] for word in args]
         try:
             rest = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -69,7 +75,33 @@ class Verb(click.Command):
             flags = [f"{what} with {flag}" for what, flag in (("the model", "-m"), ("a text", "-p")) if self._has(flag)]
             advice = f"give {' and '.join(flags)}." if flags else f"`{ctx.command_path} --help` shows what it takes."
             raise click.UsageError(f"Unexpected: {' '.join(rest)!r}; {advice}", ctx)
+        ctx.meta[TYPED] = typed
         return rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Raises: click.UsageError naming what the user wrote, where Python's name of it has a wrong value."""
+        try:
+            return super().invoke(ctx)
+        except RequestError as error:
+            if name := self._written(ctx, error.field):
+                raise click.UsageError(f"{name} {error.reason}.", ctx) from error
+            raise
+
+    def _written(self, ctx: click.Context, field: str) -> str:
+        """What stands on the command line, or in the environment, for an argument; "" where nothing does."""
+        for parameter in self.params:
+            name = parameter.name or ""
+            if field not in (name, NAMES.get(name)) or field == "model":  # which is no value, but what it leads to
+                continue
+            source = ctx.get_parameter_source(name)
+            if source == ParameterSource.COMMANDLINE:
+                flags = [flag for flag in parameter.opts if flag.startswith("--")]
+                return next((flag for flag in flags if flag in ctx.meta[TYPED]), flags[0] if flags else name)
+            if source == ParameterSource.ENVIRONMENT:
+                return str(parameter.envvar)
+            if source == ParameterSource.DEFAULT_MAP:
+                return f"--config: {name.replace('_', '-')}"
+        return ""
 
     def _advice(self, name: str) -> str:
         """What to say of a flag that there is not; "" where nothing is known that near spellings do not tell."""

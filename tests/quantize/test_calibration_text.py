@@ -113,6 +113,13 @@ def test_cut(engine: Any, gemma: Any) -> None:
             cut(engine, [a], n_ctx)
 
 
+def test_a_byte_order_mark_is_no_text(engine: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfHello")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "Hello"}')
+    same = engine.tokenize("Hello").tolist()
+    assert [read_text(engine, tmp_path / name).tokens.tolist() for name in ("a.txt", "b.jsonl")] == [same, same]
+
+
 def test_no_more_is_read_than_is_used(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same pieces as of the whole texts, and most of these neither rendered nor tokenized."""
     (tmp_path / "a.txt").write_text(" ".join(f"word{i}" for i in range(30_000)))

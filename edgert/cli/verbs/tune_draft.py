@@ -59,7 +59,7 @@ def command(
     prompts: tuple[str, ...] = PROMPTS
     if file is not None:
         prompts = tuple(
-            line for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
+            line for line in file.read_text(encoding="utf-8-sig", errors="replace").splitlines() if line.strip()
         )
         if not prompts:
             raise click.UsageError(f"--file: {file} has no line with a prompt.")
