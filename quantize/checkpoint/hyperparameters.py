@@ -11,7 +11,7 @@ import numpy as np
 
 from edgert.errors import UnsupportedFormatError
 from edgert.quantize.checkpoint.config import Config, load_json
-from edgert.quantize.checkpoint.family import Family
+from edgert.quantize.checkpoint.families.family import Family
 from edgert.quantize.checkpoint.rope import RopeScaling, read_rope
 from edgert.quantize.gguf_value import Kind, Value
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgert.errors import ModelFileError, UnsupportedFormatError
 from edgert.quantize.architecture.rope import FACTORS, LONG_FACTORS, SHORT_FACTORS
 from edgert.quantize.checkpoint.config import Config
-from edgert.quantize.checkpoint.family import Family
+from edgert.quantize.checkpoint.families.family import Family
 from edgert.quantize.gguf_value import Value
 
 

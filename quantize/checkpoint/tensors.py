@@ -14,7 +14,7 @@ from edgert.quantize import widening
 from edgert.quantize.architecture import expected
 from edgert.quantize.checkpoint.config import Config
 from edgert.quantize.checkpoint.experts import Stack, blocks_of, parts_of
-from edgert.quantize.checkpoint.family import EXPERT, Family
+from edgert.quantize.checkpoint.families.family import EXPERT, Family
 from edgert.quantize.checkpoint.hyperparameters import Sizes
 from edgert.quantize.checkpoint.safetensors import Entry
 from edgert.quantize.formats import FORMATS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgert.quantize.checkpoint import derived
-from edgert.quantize.checkpoint.family import Family, with_biases
+from edgert.quantize.checkpoint.families import derived
+from edgert.quantize.checkpoint.families.family import Family, with_biases
 
 _BERT = Family(
     "bert",
