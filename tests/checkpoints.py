@@ -287,7 +287,56 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "truncate": True},
         },
     ),
+    "glm4moe": (
+        "Glm4MoeForCausalLM",
+        {
+            **EXPERTS,
+            **HEADS,
+            **NO_PAD,
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 96,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rope_parameters": PARTIAL,
+        },
+    ),
+    "ernie4.5-moe": (
+        "Ernie4_5_MoeForCausalLM",
+        {
+            **EXPERTS,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": 96,
+        },
+    ),
+    "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", {**EXPERTS, **SMALL, **HEADS, "num_experts": 6, "moe_topk": 2}),
 }
+VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "intermediate_size": 32,
+    "out_hidden_size": 192,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+}
+AXES = {**ROPE, "mrope_section": [6, 5, 5]}
+SEEING: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2vl": ("Qwen2VLForConditionalGeneration", {**WIDE, "rope_parameters": AXES, "vision_config": VISION}),
+    "qwen2.5vl": ("Qwen2_5_VLForConditionalGeneration", {**WIDE, "rope_parameters": AXES, "vision_config": VISION}),
+    "qwen3vl": ("Qwen3VLForConditionalGeneration", {**HEADS, "rope_parameters": AXES, "vision_config": VISION}),
+}
+MIXTURES["qwen3vlmoe"] = (
+    "Qwen3VLMoeForConditionalGeneration",
+    {**EXPERTS, **HEADS, "moe_intermediate_size": 80, "rope_parameters": AXES, "vision_config": VISION},
+)
 CORPUS = """
 The lighthouse keeper counted the ships that passed before the storm, and wrote each name in a book. In the morning
 the sea was calm again, and only one of them had come back to the harbour. She asked the captain what he had seen;
@@ -299,15 +348,17 @@ CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_e
 
 
 def make_model(name: str, tied: bool = False, seed: int = 1, **changes: Any) -> Any:
-    """A random transformers model of CONFIGS or MIXTURES in float32, whose logits are of the order of 1.
+    """A random transformers model of CONFIGS, MIXTURES or SEEING in float32, whose logits are of the order of 1.
 
     changes:  other values of the config
     """
     torch = pytest.importorskip("torch", reason="transformers makes the checkpoints: pip install torch")
     transformers = pytest.importorskip("transformers", reason="it makes the checkpoints")
-    class_name, options = (CONFIGS | MIXTURES)[name]
+    class_name, options = (CONFIGS | MIXTURES | SEEING)[name]
     model_class = getattr(transformers, class_name)
     settings = {**SIZES, "tie_word_embeddings": tied, "attn_implementation": "eager", **options, **changes}
+    if vision := settings.pop("vision_config", None):
+        settings = {"text_config": settings, "vision_config": vision, "tie_word_embeddings": tied}
     torch.manual_seed(seed)
     model = model_class(model_class.config_class(**settings)).eval()
     with torch.no_grad():
@@ -326,6 +377,8 @@ def make_model(name: str, tied: bool = False, seed: int = 1, **changes: Any) -> 
         for key, buffer in model.named_buffers():
             if key.endswith("layer_scalar"):
                 buffer.fill_(0.5 + torch.rand(()))
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
     return model
 
 

@@ -28,7 +28,7 @@ def open_checkpoint(folder: Path) -> Source:
         config.values |= family.derived(config)
     with contextlib.ExitStack() as stack:
         entries, files = open_weights(folder, stack)
-        mapping = Mapping(folder, family, entries)
+        mapping = Mapping(folder, config, family, entries)
         notices = mapping.notices
         sizes = read_sizes(config, family, mapping.n_vocab)
         own_keys, rope = architecture_keys(config, family, sizes, notices)

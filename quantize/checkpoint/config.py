@@ -34,9 +34,23 @@ def load_json(path: Path) -> dict[str, Any]:
     return value
 
 
-class Config:
-    """config.json's values by key; `text_config`, where there is one, comes first.
+def _text_part(outer: dict[str, Any]) -> dict[str, Any]:
+    """What describes the text model, {} where config.json describes nothing else."""
+    if isinstance(outer.get("thinker_config"), dict):
+        return _text_part(outer["thinker_config"])
+    return next((outer[key] for key in ("text_config", "llm_config") if isinstance(outer.get(key), dict)), {})
 
+
+def _texts(value: Any) -> list[str]:
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
+
+
+class Config:
+    """config.json's values by key; those of the text part, where it describes several parts, come first.
+
+    classes:   `architectures`, the outer ones first
+    kinds:     `model_type`, of the text part first
+    is_part:   whether it describes other parts than the text model
     defaults:  of keys that it lacks
     settings:  keys that it calls otherwise
     """
@@ -48,8 +62,13 @@ class Config:
                 f"{path.parent} has no config.json: a folder in Hugging Face's format has one beside its weights."
             )
         outer = load_json(path)
-        inner = outer.get("text_config")
-        self.values = {**outer, **inner} if isinstance(inner, dict) else outer
+        inner = _text_part(outer)
+        self.values: dict[str, Any] = {**outer, **inner}
+        if inner.get("tie_word_embeddings") is not True and outer.get("tie_word_embeddings") is not None:
+            self.values["tie_word_embeddings"] = outer["tie_word_embeddings"]  # of the whole, which ties the text's too
+        self.classes = [name for part in (outer, inner) for name in _texts(part.get("architectures"))]
+        self.kinds = [part["model_type"] for part in (inner, outer) if isinstance(part.get("model_type"), str)]
+        self.is_part = bool(inner) or any(f"{part}_config" in outer for part in ("vision", "audio"))
         self.defaults: dict[str, Any] = defaults or {}
         self.settings: Mapping[str, str] = {}
 

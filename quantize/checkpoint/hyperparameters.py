@@ -71,6 +71,7 @@ def architecture_keys(
     """
     _refuse_variants(config, family)
     rope = read_rope(config, family, sizes.head_dim)
+    notices += rope.notices
     keys = {
         "block_count": Value.u32(sizes.n_layer),
         "context_length": Value.u32(config.integer("max_position_embeddings") - family.first_position),
@@ -141,7 +142,7 @@ def _pooling(folder: Path) -> dict[str, Value]:
 
 def _expert_keys(config: Config) -> dict[str, Value]:
     """Of a mixture of experts: how many, how many of them a token goes to, and their sizes where they have own ones."""
-    if config.get("num_experts") is None:
+    if not config.get("num_experts"):
         return {}
     names = {
         "expert_count": "num_experts",

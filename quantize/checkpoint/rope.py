@@ -26,11 +26,13 @@ class RopeScaling:
     keys:     `<family>.` is to be put before each
     tensors:  float32 (n_dims / 2,) factors of the frequencies, by GGUF's name
     n_dims:   of a head, that are rotated
+    notices:  sentences that the user should read
     """
 
     keys: dict[str, Value]
     tensors: dict[str, NDArray[np.float32]]
     n_dims: int
+    notices: tuple[str, ...] = ()
 
 
 def read_rope(config: Config, family: Family, head_dim: int) -> RopeScaling:
@@ -42,6 +44,9 @@ def read_rope(config: Config, family: Family, head_dim: int) -> RopeScaling:
         return RopeScaling({}, {}, 0)
     fields, local = _fields(config)
     base = _number(config, fields, "rope_theta", config.number("rope_theta", 10_000.0))
+    if "alpha" in family.scalings and _kind(fields) == "dynamic" and fields.get("alpha"):
+        base *= _number(config, fields, "alpha") ** (head_dim / (head_dim - 2))
+        fields = {}
     keys = {"rope.freq_base": Value.f32(base)}
     if local is not None:
         own = _number(config, local, "rope_theta", 10_000.0)
@@ -60,8 +65,15 @@ def read_rope(config: Config, family: Family, head_dim: int) -> RopeScaling:
     if family.partial is not None:
         keys["rope.dimension_count"] = Value.u32(n_dims)
     kind = _kind(fields)
+    if "mrope" in family.scalings:
+        keys["rope.dimension_sections"] = _sections(config, fields, n_dims)
+        kind = "default" if kind == "mrope" else kind
     if kind == "default":
         return RopeScaling(keys, {}, n_dims)
+    if kind == "dynamic" and kind in family.scalings:
+        n_ctx = config.integer("max_position_embeddings")
+        notice = f"beyond {n_ctx:,} tokens the checkpoint stretches its rotation as it goes, which GGUF cannot say"
+        return RopeScaling(keys, {}, n_dims, (notice,))
     if kind in ("longrope", "su") and kind in family.scalings:
         more, tensors = _longrope(config, fields, n_dims)
         return RopeScaling(keys | more, tensors, n_dims)
@@ -74,9 +86,22 @@ def read_rope(config: Config, family: Family, head_dim: int) -> RopeScaling:
     if kind == "yarn":
         return RopeScaling(keys | _yarn(config, fields, factor), {}, n_dims)
     raise UnsupportedFormatError(
-        f"{config.path} scales its rotation by {kind!r}; edgert converts linear, yarn, (llama only) llama3 and "
-        "(phi3 only) longrope."
+        f"{config.path} scales its rotation by {kind!r}; edgert converts {family.name} with "
+        f"{', '.join(('linear', 'yarn', *family.scalings))}."
     )
+
+
+def _sections(config: Config, fields: dict[str, Any], n_dims: int) -> Value:
+    """How many pairs of a head follow time, height and width (of text all the same)."""
+    sections = fields.get("mrope_section")
+    if (
+        not isinstance(sections, list)
+        or len(sections) != 3
+        or not all(type(n) is int and n >= 0 for n in sections)
+        or sum(sections) != n_dims // 2
+    ):
+        raise config.error("mrope_section", sections, f"three integers whose sum is {n_dims // 2}")
+    return Value.array(np.array([*sections, 0], np.int32))
 
 
 def _proportional(config: Config, fields: dict[str, Any], head_dim: int) -> NDArray[np.float32]:

@@ -1,8 +1,7 @@
-"""The checkpoint's tensors under GGUF's names, in the order of the computation, each read as GGUF stores it."""
+"""The checkpoint's tensors under GGUF's names, in the order of the computation."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,126 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import ModelFileError, UnsupportedFormatError
-from edgert.quantize import widening
 from edgert.quantize.architecture import expected
 from edgert.quantize.checkpoint.config import Config
 from edgert.quantize.checkpoint.experts import Stack, blocks_of, parts_of
 from edgert.quantize.checkpoint.families.family import EXPERT, Family
 from edgert.quantize.checkpoint.hyperparameters import Sizes
+from edgert.quantize.checkpoint.naming import Naming
+from edgert.quantize.checkpoint.rows import order_of, rows_of_parts
 from edgert.quantize.checkpoint.safetensors import Entry
-from edgert.quantize.formats import FORMATS
+from edgert.quantize.checkpoint.stored import CheckpointTensor, ConstantTensor, NormedHead
 from edgert.quantize.gguf_file import Metadata, Model
 from edgert.quantize.gguf_value import Value
 from edgert.quantize.source_tensor import SourceTensor
 
 _FLOATS = ("F32", "F16", "BF16")
 _CODED = (".codes", ".scales")  # endings of the parts of experts in MXFP4, by the names that families give them
-_PREFIXES = (
-    *(
-        "bert.encoder.",
-        "encoder.",
-        "bert.",
-        "roberta.encoder.",
-        "roberta.",
-        "model.language_model.",
-        "language_model.model.",
-        "language_model.",
-        "model.",
-        "transformer.",
-        "gpt_neox.",
-    ),
-    "",
-)
-# What a checkpoint may hold besides the weights of the text model.
-_SKIPPED = (
-    (r".*\.rotary_emb\.inv_freq|rotary_emb\.inv_freq", "a buffer that follows from config.json"),
-    (r".*\.(self_attn|attn|attention)\.(masked_)?bias", "a mask that follows from the positions"),
-    (r"((ro)?berta?\.)?(pooler|cls)\..*", "of the parts that guess words and pairs of sentences"),
-    (r"((ro)?berta?\.)?embeddings\.position_ids", "a buffer that counts"),
-    (
-        r"(model\.)?(vision_tower|multi_modal_projector|vision_model|embed_vision)\..*",
-        "of the part that sees pictures",
-    ),
-    (r"(model\.)?(audio_tower|embed_audio)\..*", "of the part that hears"),
-)
 _COMPARE_BYTES = 1 << 24
-
-
-class CheckpointTensor(SourceTensor):
-    """A tensor of a safetensors file.
-
-    order:       int64: which row of the stored tensor (or element of a bias) each row is; None: the same
-    transposed:  whether it is stored columns first
-    shift:       added to every value
-    """
-
-    def __init__(
-        self,
-        name: str,
-        entry: Entry,
-        *,
-        order: NDArray[np.int64] | None = None,
-        transposed: bool = False,
-        shift: float = 0.0,
-    ) -> None:
-        super().__init__(name, entry.shape[::-1] if transposed else entry.shape, FORMATS[entry.dtype])
-        self.entry = entry
-        self._order, self._transposed = order, transposed
-        self._shift = np.float32(shift)
-
-    @property
-    def described(self) -> str:
-        return f"Tensor {self.entry.name!r} of {self.entry.file.path}"
-
-    def _read(self, start: int, stop: int) -> NDArray[np.float32]:
-        if self._transposed:
-            values = np.ascontiguousarray(self._stored(0, self.entry.shape[0], self.n_rows).T[start:stop])
-        elif self._order is None:
-            values = self._stored(start, stop, self.n_cols)
-        elif len(self.shape) == 1:
-            values = self._stored(0, 1, self.n_cols)[:, self._order]
-        else:
-            values = self._ordered(self._order[start:stop])
-        return values + self._shift if self._shift else values
-
-    def _stored(self, start: int, stop: int, n_cols: int) -> NDArray[np.float32]:
-        row_bytes = self.format.row_bytes(n_cols)
-        data = np.empty((stop - start, row_bytes), np.uint8)
-        self.entry.read_into(data, start * row_bytes)
-        return widening.dequantize(self.format, data)
-
-    def _ordered(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Reads what lies around the rows, or if these are far apart each run of neighbours."""
-        first, last = int(rows.min()), int(rows.max()) + 1
-        if last - first <= 2 * len(rows):
-            return self._stored(first, last, self.n_cols)[rows - first]
-        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
-        return np.concatenate([self._stored(int(run[0]), int(run[-1]) + 1, self.n_cols) for run in runs])
-
-
-class ConstantTensor(SourceTensor):
-    """A small tensor that no file holds."""
-
-    def __init__(self, name: str, values: NDArray[np.float32]) -> None:
-        super().__init__(name, values.shape, FORMATS["F32"])
-        self._values = values.reshape(-1, values.shape[-1])
-
-    def _read(self, start: int, stop: int) -> NDArray[np.float32]:
-        return self._values[start:stop]
-
-
-def neighbours(n_head: int, head_dim: int) -> NDArray[np.int64]:
-    """The order in which rows i and i + head_dim / 2 of each head become 2i and 2i + 1."""
-    rows = np.arange(n_head * head_dim, dtype=np.int64).reshape(n_head, 2, -1)
-    return rows.swapaxes(1, 2).reshape(-1)
-
-
-def _apart(sizes: Sizes) -> NDArray[np.int64]:
-    """The order in which all of q, all of k and all of v come from a stack of (group of q, k, v) for each k."""
-    group = sizes.n_head // sizes.n_head_kv
-    n_rows = (group + 2) * sizes.n_head_kv * sizes.head_dim
-    rows = np.arange(n_rows, dtype=np.int64).reshape(sizes.n_head_kv, group + 2, sizes.head_dim)
-    return np.concatenate([rows[:, :group].reshape(-1), rows[:, group].reshape(-1), rows[:, group + 1].reshape(-1)])
 
 
 class Mapping:
@@ -138,19 +33,21 @@ class Mapping:
     Raises: UnsupportedFormatError, ModelFileError that name a tensor that is unknown, missing or of a wrong shape.
     """
 
-    def __init__(self, folder: Path, family: Family, entries: dict[str, Entry]) -> None:
+    def __init__(self, folder: Path, config: Config, family: Family, entries: dict[str, Entry]) -> None:
         self.folder = folder
         self.family = family
         self.skipped: list[tuple[str, str]] = []
         self.notices: list[str] = []
+        self._head_lengths = config.get("head_lengths")
         self._found: dict[str, Entry] = {}
         self._experts: dict[str, dict[int, Entry]] = {}  # those that stand apart, by number
+        naming = Naming(config, family, entries)
         for name, entry in entries.items():
-            reason = next((why for pattern, why in _SKIPPED if re.fullmatch(pattern, name)), None)
+            reason = naming.reason(name)
             if reason:
                 self.skipped.append((name, reason))
                 continue
-            target = self._target(name)
+            target = naming.target(name)
             if target is None and name.endswith(".bias") and _is_zero(entry):
                 self.skipped.append((name, "all zeros"))
                 continue
@@ -171,18 +68,6 @@ class Mapping:
             if other is not entry:
                 raise ModelFileError(f"{folder} holds {target!r} twice: as {other.name!r} and as {name!r}.")
 
-    def _target(self, name: str) -> str | None:
-        """The GGUF name of a checkpoint's tensor; None for one that the family does not have."""
-        for prefix in _PREFIXES:
-            if not name.startswith(prefix):
-                continue
-            rest = name.removeprefix(prefix)
-            layer = re.fullmatch(r"(?:layers?|h)\.(\d{1,6})\.(.+)", rest)
-            target = self.family.target(layer[2], int(layer[1])) if layer else self.family.target(rest, None)
-            if target:
-                return target
-        return None
-
     @property
     def n_vocab(self) -> int:
         """Rows of the table of tokens."""
@@ -192,6 +77,9 @@ class Mapping:
         """Drops a head that equals the table of tokens; keeps one that differs, whatever config.json says."""
         tied = config.get("tie_word_embeddings")
         head, table = self._found.get("output.weight"), self._entry("token_embd.weight")
+        if self._head_lengths:
+            self._found.setdefault("output.weight", table)
+            return
         if head is None:
             if tied is False:
                 raise ModelFileError(
@@ -219,14 +107,7 @@ class Mapping:
         made: dict[str, SourceTensor] = {name: ConstantTensor(name, values) for name, values in factors.items()}
         made |= {name: Stack(name, entries, self.folder) for name, entries in self._experts.items()}
         for name, entry in self._found.items():
-            if name.endswith(_CODED):
-                stem = name.rpartition(".")[0]
-                codes, scales = (self._entry(f"{stem}{end}") for end in _CODED)
-                made |= blocks_of(f"{stem}.weight", codes, scales, self.family.in_turn)
-            elif "_exps." in name:
-                made |= parts_of(name, entry, self.family.in_turn, self.family.in_turn)
-            else:
-                made[name] = self._tensor(name, entry, sizes)
+            made |= self._made_of(name, entry, sizes)
         needed = expected(_Expected(self.folder, self.family.name, keys, made)).tensors()
         for name, shape in needed.items():
             if name not in made:
@@ -248,6 +129,33 @@ class Mapping:
         """What the checkpoint calls a tensor, as far as it has it in one piece."""
         return self._found[name].name if name in self._found else name
 
+    def _made_of(self, name: str, entry: Entry, sizes: Sizes) -> dict[str, SourceTensor]:
+        """The GGUF tensors of a stored one that the family calls `name`."""
+        if name.endswith(_CODED):
+            stem = name.rpartition(".")[0]
+            codes, scales = (self._entry(f"{stem}{end}") for end in _CODED)
+            return blocks_of(f"{stem}.weight", codes, scales, self.family.in_turn)
+        if "_exps." in name:
+            return parts_of(name, entry, self._in_columns(name, sizes.n_embd), self.family.in_turn)
+        if self.family.apart and ".attn_qkv." in name:
+            parts = rows_of_parts(self.family, sizes)
+            if entry.shape[0] == sum(map(len, parts.values())):
+                names = {part: name.replace("attn_qkv", part) for part in parts}
+                return {names[part]: CheckpointTensor(names[part], entry, order=rows) for part, rows in parts.items()}
+        tensor = self._tensor(name, entry, sizes)
+        if name == "output.weight" and self._head_lengths:
+            return {name: NormedHead(tensor, columns=self._head_lengths == "columns")}
+        return {name: tensor}
+
+    def _in_columns(self, name: str, n_embd: int) -> bool:
+        """Whether the stacked experts of a tensor's layer stand columns first."""
+        if self.family.expert_columns != "either":
+            return self.family.expert_columns == "always"
+        layer = name.rpartition(".ffn_")[0]
+        _, *down = self._entry(f"{layer}.ffn_down_exps.weight").shape
+        _, *gate_up = self._entry(f"{layer}.ffn_gate_up_exps.weight").shape
+        return down[-1] == n_embd if down[0] != down[-1] else gate_up[0] == n_embd
+
     def _tensor(self, name: str, entry: Entry, sizes: Sizes) -> CheckpointTensor:
         part = name.split(".")[-2]
         if (
@@ -260,13 +168,7 @@ class Mapping:
             skipped = self.family.first_position * entry.n_bytes // max(1, entry.shape[0])
             shape = (entry.shape[0] - self.family.first_position, *entry.shape[1:])
             entry = replace(entry, shape=shape, offset=entry.offset + skipped, n_bytes=entry.n_bytes - skipped)
-        order = None
-        heads = {"attn_q": sizes.n_head, "attn_k": sizes.n_head_kv}.get(part)
-        if self.family.rotated and heads and entry.shape[0] == heads * sizes.head_dim:
-            order = neighbours(heads, sizes.head_dim)
-        elif self.family.fused and part == "attn_qkv":
-            order = _apart(sizes)
-            order = order if len(order) == entry.shape[0] else None
+        order = order_of(part, entry.shape[0], self.family, sizes)
         transposed = self.family.transposed and name.startswith("blk.") and len(entry.shape) == 2
         shift = self.family.norm_shift if name.endswith("norm.weight") else 0.0
         return CheckpointTensor(name, entry, order=order, transposed=transposed, shift=shift)

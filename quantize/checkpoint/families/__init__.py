@@ -5,9 +5,11 @@ Source: the models' config classes in transformers (names, and defaults of absen
 
 from __future__ import annotations
 
+import re
+
 from edgert.errors import UnsupportedFormatError
 from edgert.quantize.checkpoint.config import Config
-from edgert.quantize.checkpoint.families.dense import DENSE
+from edgert.quantize.checkpoint.families.dense import DENSE, LLAMA
 from edgert.quantize.checkpoint.families.encoders import ENCODERS
 from edgert.quantize.checkpoint.families.family import Family
 from edgert.quantize.checkpoint.families.gemma import GEMMAS
@@ -15,19 +17,29 @@ from edgert.quantize.checkpoint.families.layer_norms import WITH_LAYER_NORMS
 from edgert.quantize.checkpoint.families.mixtures import MIXTURES
 
 FAMILIES = (*DENSE, *MIXTURES, *GEMMAS, *WITH_LAYER_NORMS, *ENCODERS)
+# Their text models read all of a prompt at once, which those of their kind do not.
+_LOOK_AHEAD = ("PaliGemmaForConditionalGeneration",)
 
 
 def find_family(config: Config) -> Family:
-    """The family that config.json names. Raises: UnsupportedFormatError with the list of those that edgert converts."""
-    named = config.get("architectures")
-    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
-    for family in FAMILIES:
-        if set(names) & set(family.classes):
-            return family
-    if not names:
-        by_type = [family for family in FAMILIES if family.name == config.get("model_type")]
-        if by_type or config.get("model_type") == "mistral":
-            return by_type[0] if by_type else FAMILIES[0]
-    what = ", ".join(names) or config.get("model_type") or "a model without `architectures`"
+    """The family that config.json names, of a model of several parts that of the text part.
+
+    Raises: UnsupportedFormatError with the list of those that edgert converts.
+    """
+    by_class = [family for name in config.classes for family in FAMILIES if name in family.classes]
+    by_kind = [family for kind in config.kinds for family in FAMILIES if _stem(kind) in map(_stem, family.classes)]
+    if by_class and by_class[0] is LLAMA and by_kind:
+        return by_kind[0]  # transformers runs relatives by llama's class
+    if by_class:
+        return by_class[0]
+    if by_kind and (config.is_part or not config.classes) and not set(config.classes) & set(_LOOK_AHEAD):
+        return by_kind[0]
+    what = ", ".join(config.classes) or config.get("model_type") or "a model without `architectures`"
     known = ", ".join(name for family in FAMILIES for name in family.classes)
     raise UnsupportedFormatError(f"{config.path} describes {what}; edgert converts {known}.")
+
+
+def _stem(name: str) -> str:
+    """What the name of a class and its model_type have in common: Qwen2MoeForCausalLM, qwen2_moe_text -> qwen2moe."""
+    stem = re.sub(r"(For\w+|LMHeadModel|Model)$|_text$", "", name)
+    return re.sub(r"[^a-z0-9]", "", stem.lower())

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from edgert.quantize.checkpoint.families import derived
-from edgert.quantize.checkpoint.families.family import Family
-from edgert.quantize.checkpoint.families.names import ALL_BIASES, FUSED_GATE, OUTPUT_BIASES, POST_NORMS
+from edgert.quantize.checkpoint.families.family import Family, with_biases
+from edgert.quantize.checkpoint.families.names import (
+    ALL_BIASES,
+    DEEPSTACK,
+    FEED_FORWARD,
+    FUSED_GATE,
+    OUTPUT_BIASES,
+    POST_NORMS,
+)
 
 LLAMA = Family(
     "llama",
-    ("LlamaForCausalLM", "MistralForCausalLM"),
+    ("LlamaForCausalLM", "MistralForCausalLM", "InternLM3ForCausalLM", "IQuestCoderForCausalLM"),
     rotated=True,
     llama_keys=True,
     scalings=("llama3",),
@@ -39,7 +46,7 @@ LFM2 = Family(
         "self_attn.q_layernorm.weight": "attn_q_norm.weight",
         "self_attn.k_layernorm.weight": "attn_k_norm.weight",
         **{f"conv.{part}.weight": f"shortconv.{part}.weight" for part in ("in_proj", "conv", "out_proj")},
-        **{f"feed_forward.w{i}.weight": f"ffn_{part}.weight" for i, part in ((1, "gate"), (3, "up"), (2, "down"))},
+        **FEED_FORWARD,
     },
     outer_names={"embedding_norm.weight": "token_embd_norm.weight"},
     tied_head=True,
@@ -48,6 +55,85 @@ LFM2 = Family(
     demanded={"conv_bias": False},
     defaults={"tie_word_embeddings": True, "norm_eps": 1e-5, "conv_L_cache": 3},
     derived=derived.of_lfm2,
+)
+
+# Families that are llama but for what a checkpoint calls things, and how its rows stand.
+RELATIVES = (
+    Family(
+        "baichuan",
+        ("BaichuanForCausalLM", "BaiChuanForCausalLM"),
+        layer_names={"self_attn.W_pack.weight": "attn_qkv.weight"},
+        rotated=True,
+        fused="parts",
+        apart=True,
+        settings={"max_position_embeddings": "model_max_length"},
+        derived=derived.of_baichuan,
+    ),
+    Family(
+        "exaone",
+        ("ExaoneForCausalLM",),
+        layer_names={
+            "ln_1.weight": "attn_norm.weight",
+            "ln_2.weight": "ffn_norm.weight",
+            **{f"attn.attention.{part}_proj.weight": f"attn_{part}.weight" for part in "qkv"},
+            "attn.attention.out_proj.weight": "attn_output.weight",
+            "mlp.c_fc_0.weight": "ffn_gate.weight",
+            "mlp.c_fc_1.weight": "ffn_up.weight",
+            "mlp.c_proj.weight": "ffn_down.weight",
+        },
+        outer_names={"wte.weight": "token_embd.weight", "ln_f.weight": "output_norm.weight"},
+        settings={
+            "num_hidden_layers": "num_layers",
+            "rms_norm_eps": "layer_norm_epsilon",
+            "hidden_act": "activation_function",
+        },
+        scalings=("llama3",),
+        defaults={"layer_norm_epsilon": 1e-5},
+    ),
+    Family(
+        "internlm2",
+        ("InternLM2ForCausalLM",),
+        layer_names={
+            "attention_norm.weight": "attn_norm.weight",
+            "ffn_norm.weight": "ffn_norm.weight",
+            **with_biases({"attention.wqkv": "attn_qkv", "attention.wo": "attn_output"}),
+            **FEED_FORWARD,
+        },
+        outer_names={"tok_embeddings.weight": "token_embd.weight", "output.weight": "output.weight"},
+        rotated=True,
+        fused="groups",
+        apart=True,
+        scalings=("dynamic",),
+    ),
+    Family(
+        "minicpm",
+        ("MiniCPMForCausalLM",),
+        rotated=True,
+        tied_head=True,
+        numbers={key: key for key in ("embedding_scale", "residual_scale", "logit_scale")},
+        demanded={"num_experts": 0, "sparse_config": None},
+        scalings=("longrope",),
+        derived=derived.of_minicpm,
+    ),
+    Family("xverse", ("XverseForCausalLM",), rotated=True),
+    Family(
+        "qwen2vl",
+        (
+            "Qwen2VLForConditionalGeneration",
+            "Qwen2_5_VLForConditionalGeneration",
+            "Qwen2_5OmniModel",
+            "Qwen2_5OmniForConditionalGeneration",
+        ),
+        scalings=("mrope",),
+    ),
+    Family(
+        "qwen3vl",
+        ("Qwen3VLForConditionalGeneration",),
+        head_size=128,
+        counts=DEEPSTACK,
+        scalings=("mrope",),
+        derived=derived.of_qwen3vl,
+    ),
 )
 
 DENSE = (
@@ -114,4 +200,5 @@ DENSE = (
         },
         partial=0.5,
     ),
+    *RELATIVES,
 )

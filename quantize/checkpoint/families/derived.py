@@ -5,6 +5,7 @@ Source: the models' config classes in transformers.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from edgert.errors import UnsupportedFormatError
@@ -85,3 +86,68 @@ def of_lfm2(config: Config) -> dict[str, Any]:
         multiple = config.integer("block_multiple_of", 256)
         width = -(-width // multiple) * multiple
     return {"intermediate_size": width}
+
+
+def of_baichuan(config: Config) -> dict[str, Any]:
+    """Baichuan 2, which is known by its vocabulary, divides each row of its head by its length."""
+    return {"head_lengths": "rows"} if config.get("vocab_size") == 125_696 else {}
+
+
+def of_minicpm(config: Config) -> dict[str, Any]:
+    n_layer = config.integer("num_hidden_layers")
+    return {
+        "embedding_scale": config.number("scale_emb", 1.0),
+        "residual_scale": config.number("scale_depth", 1.0) / math.sqrt(n_layer),
+        "logit_scale": config.integer("hidden_size") / config.number("dim_model_base", 1.0),
+    }
+
+
+def of_shared_experts(config: Config) -> dict[str, Any]:
+    """Those that see every token are one, which is as wide as all of them."""
+    n_shared = config.integer("num_shared_experts", 0, least=0)
+    return {
+        "num_shared_experts": n_shared,
+        "shared_expert_intermediate_size": n_shared * config.integer("moe_intermediate_size") or None,
+    }
+
+
+def of_bailingmoe(config: Config) -> dict[str, Any]:
+    return of_shared_experts(config) | ({"head_lengths": "columns"} if config.get("norm_head") else {})
+
+
+def of_ernie4_5_moe(config: Config) -> dict[str, Any]:
+    last = config.integer("num_hidden_layers") - 1
+    if config.get("moe_layer_end_index", -1) not in (-1, last):
+        raise UnsupportedFormatError(
+            f"{config.path}: the last of its layers are dense (moe_layer_end_index), which GGUF cannot say."
+        )
+    return of_shared_experts(config)
+
+
+def of_hunyuan_moe(config: Config) -> dict[str, Any]:
+    """Its sizes may stand there for each layer."""
+    found = {key: _of_all_layers(config, key) for key in ("num_experts", "moe_topk", "moe_intermediate_size")}
+    n_shared = _of_all_layers(config, "num_shared_expert") or 1
+    width = config.integer("intermediate_size")
+    return found | {
+        "moe_intermediate_size": found["moe_intermediate_size"] or width,
+        "num_shared_experts": n_shared,
+        "shared_expert_intermediate_size": n_shared * width,
+    }
+
+
+def _of_all_layers(config: Config, key: str) -> Any:
+    """A number of which config.json has one, or one for each layer that are all alike."""
+    value = config.get(key)
+    if not isinstance(value, list):
+        return value
+    if len(set(map(str, value))) != 1:
+        raise UnsupportedFormatError(f"{config.path}: {key} differs from layer to layer, which GGUF cannot say.")
+    return value[0]
+
+
+def of_qwen3vl(config: Config) -> dict[str, Any]:
+    """How many layers would add what the part that sees pictures gives them."""
+    vision = config.get("vision_config")
+    found = vision.get("deepstack_visual_indexes") if isinstance(vision, dict) else None
+    return {"n_deepstack_layers": len(found) if isinstance(found, list) else 0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from edgert.quantize.checkpoint.config import Config
 
@@ -43,9 +43,12 @@ class Family:
     layer_names:  further or other entries of LAYER_NAMES
     outer_names:  further or other entries of OUTER_NAMES
     rotated:      rotates (i, i + n/2) in the checkpoint and neighbours in GGUF, so rows of q and k change places
-    fused:        the rows of its attn_qkv stand by heads, those of q, k and v in turn
+    fused:        how the rows of its attn_qkv stand: "parts" all of q, all of k, all of v; "groups" of each head of k
+                  the heads of q that go with it, then k and v
+    apart:        GGUF has q, k and v of that product apart
     transposed:   matrices stand columns first
-    in_turn:      of stacked experts: columns first, and the gate's rows and up's in turn
+    expert_columns:  stacked experts stand columns first, in files of "either" kind as their shapes say
+    in_turn:      of stacked experts the gate's rows and up's stand in turn
     quantized:    how its experts may be quantized in the checkpoint, which they then stay
     norm_shift:   what GGUF's norms have more than the checkpoint's
     tied_head:    the head is the embedding where config.json does not say
@@ -71,8 +74,10 @@ class Family:
     layer_names: Mapping[str, str] = field(default_factory=dict)
     outer_names: Mapping[str, str] = field(default_factory=dict)
     rotated: bool = False
-    fused: bool = False
+    fused: Literal["", "parts", "groups"] = ""
+    apart: bool = False
     transposed: bool = False
+    expert_columns: Literal["", "always", "either"] = ""
     in_turn: bool = False
     quantized: tuple[str, ...] = ()
     norm_shift: float = 0.0

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from edgert.quantize.checkpoint.families import derived
 from edgert.quantize.checkpoint.families.dense import GRANITE, LFM2, LLAMA
 from edgert.quantize.checkpoint.families.family import Family, with_biases
-from edgert.quantize.checkpoint.families.names import EXPERTS, N_EXPERT, OUTPUT_BIASES
+from edgert.quantize.checkpoint.families.names import (
+    ALL_BIASES,
+    DEEPSTACK,
+    EXPERTS,
+    N_EXPERT,
+    OUTPUT_BIASES,
+    shared,
+)
 
 EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+N_ROUTED = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
+LEADING_AND_SHARED = {
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_shared_count": "num_shared_experts",
+}
 
 MIXTURES = (
     replace(
@@ -27,7 +40,7 @@ MIXTURES = (
         ("Qwen2MoeForCausalLM",),
         layer_names={
             **EXPERTS,
-            **{f"mlp.shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
+            **shared("shared_expert"),
             "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
         },
         demanded={"norm_topk_prob": False, **EVERY_LAYER},
@@ -70,6 +83,7 @@ MIXTURES = (
                 for end, part in (("blocks", "codes"), ("scales", "scales"))
             },
         },
+        expert_columns="always",
         in_turn=True,
         quantized=("mxfp4",),
         settings={**N_EXPERT, "moe_intermediate_size": "intermediate_size"},
@@ -87,14 +101,120 @@ MIXTURES = (
             **LFM2.layer_names,
             "feed_forward.gate.weight": "ffn_gate_inp.weight",
             "feed_forward.expert_bias": "exp_probs_b.bias",
-            "feed_forward.experts.*.w1.weight": "ffn_gate_exps.weight",
-            "feed_forward.experts.*.w3.weight": "ffn_up_exps.weight",
-            "feed_forward.experts.*.w2.weight": "ffn_down_exps.weight",
+            **{
+                f"feed_forward.experts.*.w{i}.weight": f"ffn_{part}_exps.weight"
+                for i, part in ((1, "gate"), (3, "up"), (2, "down"))
+            },
         },
         counts={**LFM2.counts, "leading_dense_block_count": "num_dense_layers", "expert_gating_func": "gating"},
         numbers={"expert_weights_scale": "routed_scaling_factor"},
         demanded={"norm_topk_prob": True, "use_expert_bias": True, "conv_bias": False},
         defaults={**LFM2.defaults, "gating": 2},
         derived=None,
+    ),
+    Family(
+        "deepseek",
+        ("DeepseekForCausalLM",),
+        layer_names={**EXPERTS, **shared("shared_experts")},
+        rotated=True,
+        settings=N_ROUTED,
+        counts=LEADING_AND_SHARED,
+        demanded={
+            "moe_layer_freq": 1,
+            "norm_topk_prob": False,
+            "scoring_func": "softmax",
+            "routed_scaling_factor": 1.0,
+        },
+        defaults={"first_k_dense_replace": 0},
+        derived=derived.of_shared_experts,
+    ),
+    Family(
+        "bailingmoe",
+        ("BailingMoeForCausalLM",),
+        layer_names={
+            **EXPERTS,
+            **shared("shared_experts"),
+            **with_biases({"attention.query_key_value": "attn_qkv", "attention.dense": "attn_output"}),
+        },
+        outer_names={"word_embeddings.weight": "token_embd.weight"},
+        rotated=True,
+        fused="parts",
+        apart=True,
+        numbers={"expert_weights_norm": "norm_topk_prob"},
+        counts=LEADING_AND_SHARED,
+        demanded={"multi_gate": False},
+        defaults={"first_k_dense_replace": 0, "norm_topk_prob": True},
+        derived=derived.of_bailingmoe,
+    ),
+    Family(
+        "glm4moe",
+        ("Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration"),
+        layer_names={
+            **EXPERTS,
+            **shared("shared_experts"),
+            "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+            "post_attention_layernorm.weight": "post_attention_norm.weight",
+        },
+        settings=N_ROUTED,
+        numbers={"expert_weights_norm": "norm_topk_prob", "expert_weights_scale": "routed_scaling_factor"},
+        counts={**LEADING_AND_SHARED, "expert_gating_func": "gating"},
+        demanded={"n_group": 1, "topk_group": 1},
+        partial=0.5,
+        defaults={"first_k_dense_replace": 1, "gating": 2, "norm_topk_prob": True},
+        derived=derived.of_shared_experts,
+    ),
+    Family(
+        "ernie4_5-moe",
+        ("Ernie4_5_MoeForCausalLM",),
+        layer_names={
+            **ALL_BIASES,
+            **EXPERTS,
+            **shared("shared_experts"),
+            "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
+        },
+        settings={
+            "num_experts": "moe_num_experts",
+            "num_experts_per_tok": "moe_k",
+            "num_shared_experts": "moe_num_shared_experts",
+        },
+        counts={
+            "leading_dense_block_count": "moe_layer_start_index",
+            "interleave_moe_layer_step": "moe_layer_interval",
+            "expert_shared_count": "num_shared_experts",
+        },
+        defaults={"moe_layer_start_index": 1, "moe_layer_interval": 1, "tie_word_embeddings": True},
+        derived=derived.of_ernie4_5_moe,
+    ),
+    Family(
+        "hunyuan-moe",
+        ("HunYuanMoEV1ForCausalLM",),
+        layer_names={
+            **EXPERTS,
+            **shared("shared_mlp"),
+            "mlp.gate.wg.weight": "ffn_gate_inp.weight",
+            "self_attn.query_layernorm.weight": "attn_q_norm.weight",
+            "self_attn.key_layernorm.weight": "attn_k_norm.weight",
+        },
+        settings={"num_experts_per_tok": "moe_topk"},
+        counts={"expert_shared_count": "num_shared_experts"},
+        demanded={"use_cla": False, "moe_layer_num_skipped": 0, "use_qk_norm": True},
+        scalings=("alpha",),
+        derived=derived.of_hunyuan_moe,
+    ),
+    Family(
+        "qwen3vlmoe",
+        ("Qwen3VLMoeForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"),
+        layer_names={
+            **EXPERTS,
+            "mlp.experts.gate_up_proj": "ffn_gate_up_exps.weight",
+            "mlp.experts.down_proj": "ffn_down_exps.weight",
+        },
+        expert_columns="either",
+        settings=N_EXPERT,
+        counts=DEEPSTACK,
+        demanded={"norm_topk_prob": True, **EVERY_LAYER},
+        head_size=128,
+        scalings=("mrope",),
+        derived=derived.of_qwen3vl,
     ),
 )

@@ -23,4 +23,11 @@ EXPERTS = {
     "mlp.gate.weight": "ffn_gate_inp.weight",
     **{f"mlp.experts.*.{part}_proj.weight": f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")},
 }
+FEED_FORWARD = {f"feed_forward.w{i}.weight": f"ffn_{part}.weight" for i, part in ((1, "gate"), (3, "up"), (2, "down"))}
+DEEPSTACK = {"n_deepstack_layers": "n_deepstack_layers"}
 N_EXPERT = {"num_experts": "num_local_experts"}
+
+
+def shared(module: str) -> dict[str, str]:
+    """Names of the expert that sees every token, by what the checkpoint calls it."""
+    return {f"mlp.{module}.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")}
