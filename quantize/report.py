@@ -92,6 +92,16 @@ class Report:
         shape = self.shapes[name]
         return FORMATS[self.types[name]].row_bytes(shape[-1]) * math.prod(shape[:-1])
 
+    def _left_out(self) -> list[str]:
+        """A sentence for each reason."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.skipped:
+            by_reason.setdefault(reason, []).append(name)
+        return [
+            f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}: {reason}"
+            for reason, names in by_reason.items()
+        ]
+
     def by_type(self) -> dict[str, tuple[int, int, int]]:
         """Type -> how many tensors, weights and bytes, the largest share first."""
         sums: dict[str, list[int]] = {}
@@ -141,7 +151,7 @@ class Report:
         if self.calibration:
             rows.append(("calibration", f"{self.calibration_tokens:,} tokens of {', '.join(self.calibration)}"))
         rows += fallback_lines(self.fallbacks)
-        rows += [("left out", f"{name}: {reason}") for name, reason in self.skipped]
+        rows += [("left out", text) for text in self._left_out()]
         rows += [("note", text) for text in self.notices]
         if self.predicted_kld is not None:
             rows.append(("predicted", f"mean KLD {self.predicted_kld:.5f}"))

@@ -265,6 +265,10 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 0.5,
         },
     ),
+    "granitemoe-shared": (
+        "GraniteMoeSharedForCausalLM",
+        {**EXPERTS, **SMALL, "shared_intermediate_size": 64, "residual_multiplier": 0.3, "attention_multiplier": 0.2},
+    ),
     "lfm2moe": (
         "Lfm2MoeForCausalLM",
         {

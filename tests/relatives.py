@@ -55,21 +55,16 @@ def _together(weights: Weights, name: str, *, groups: int = 0) -> Weights:
     return found
 
 
-def _normed_head(axis: int) -> Callable[[Weights, Any], Weights]:
+def _divided_on_use(model: Any, axis: int) -> np.ndarray:
     """The base gets a head whose rows or columns have the length 1; the checkpoint one whose have others."""
+    import torch
 
-    def changed(weights: Weights, model: Any) -> Weights:
-        import torch
-
-        head = weights["lm_head.weight"].astype(np.float64)
-        normed = head / np.linalg.norm(head, axis=axis, keepdims=True)
-        with torch.no_grad():
-            model.lm_head.weight.copy_(torch.from_numpy(normed.astype(np.float32)) * 3)
-        rng = np.random.default_rng(4)
-        lengths = rng.uniform(0.5, 3.0, (len(head), 1) if axis else (1, head.shape[1]))
-        return weights | {"lm_head.weight": (normed * lengths).astype(np.float32)}
-
-    return changed
+    head = model.lm_head.weight.detach().double()
+    normed = (head / head.norm(dim=axis, keepdim=True)).numpy()
+    with torch.no_grad():
+        model.lm_head.weight.copy_(torch.from_numpy(normed))
+    lengths = np.random.default_rng(4).uniform(0.5, 3.0, (len(head), 1) if axis else (1, head.shape[1]))
+    return (normed * lengths).astype(np.float32)
 
 
 def _of_qwen2moe(weights: Weights, model: Any) -> Weights:
@@ -177,18 +172,24 @@ RELATIVES: dict[str, Relative] = {
 }  # fmt: skip
 
 
-def write_relative(folder: Path, name: str, *, tokenizer: str = "qwen2", **config: Any) -> Any:
+def write_relative(
+    folder: Path, name: str, *, base: Mapping[str, Any] | None = None, head_axis: int | None = None, **config: Any
+) -> Any:
     """Writes a checkpoint of RELATIVES, and returns the model of transformers that computes the same.
 
-    config:  further values of config.json
+    base:       further values of the base's config
+    head_axis:  the head is divided on use by the lengths of its columns (0) or rows (1)
+    config:     further values of config.json
     """
     from safetensors.numpy import save_file
 
     relative = RELATIVES[name]
-    model = make_model(relative.base, **relative.options)
+    model = make_model(relative.base, **{**relative.options, **(base or {})})
     weights = {key: value.numpy().copy() for key, value in model.state_dict().items()}
     if relative.changed:
         weights = relative.changed(weights, model)
+    if head_axis is not None:
+        weights["lm_head.weight"] = _divided_on_use(model, head_axis)
     named = {_named(key, relative.names): np.ascontiguousarray(value) for key, value in _apart(weights).items()}
     found = model.config.to_dict()
     shared = {key: found[key] for key in _LLAMA_KEYS if key in found}
@@ -202,7 +203,7 @@ def write_relative(folder: Path, name: str, *, tokenizer: str = "qwen2", **confi
     folder.mkdir(exist_ok=True)
     save_file(named, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(document))
-    write_tokenizer(folder, tokenizer)
+    write_tokenizer(folder, "qwen2")
     return model
 
 

@@ -150,7 +150,7 @@ def _expert_keys(config: Config) -> dict[str, Value]:
         "expert_feed_forward_length": "moe_intermediate_size",
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     }
-    return {key: Value.u32(config.integer(name)) for key, name in names.items() if config.get(name) is not None}
+    return {key: Value.u32(config.integer(name)) for key, name in names.items() if config.get(name) not in (None, 0)}
 
 
 def _refuse_variants(config: Config, family: Family) -> None:

@@ -21,10 +21,11 @@ _SKIPPED = (
     (r"((ro)?berta?\.)?(pooler|cls)\..*", "of the parts that guess words and pairs of sentences"),
     (r"((ro)?berta?\.)?embeddings\.position_ids", "a buffer that counts"),
     (
-        r"((model|thinker)\.)?(vision_tower|multi_modal_projector|vision_model|embed_vision|visual)\..*",
+        r"((model|thinker)\.)?(vision_tower|vision_model|embed_vision|visual)\..*",
         "of the part that sees pictures",
     ),
     (r"((model|thinker)\.)?(audio_tower|embed_audio)\..*", "of the part that hears"),
+    (r"(model\.)?multi_modal_projector\..*", "of the part that joins others to the text model"),
     (r"(talker|token2wav)\..*", "of the part that speaks"),
     (r"(model\.)?mtp(_\w+)?\..*", "of the part that guesses tokens ahead"),
 )

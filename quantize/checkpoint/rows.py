@@ -18,6 +18,17 @@ def neighbours(n_head: int, head_dim: int) -> Rows:
     return rows.swapaxes(1, 2).reshape(-1)
 
 
+def pieces_of(part: str, n_rows: int, family: Family, sizes: Sizes) -> dict[str, Rows]:
+    """Which rows of a stored tensor become which GGUF tensor, by names in a layer; {} for one that stays whole."""
+    if part == "attn_qkv" and family.apart:
+        parts = rows_of_parts(family, sizes)
+        return parts if sum(map(len, parts.values())) == n_rows else {}
+    if part == "ffn_gate_up_shexp" and n_rows % 2 == 0:
+        gate, up = np.split(np.arange(n_rows, dtype=np.int64), 2)
+        return {"ffn_gate_shexp": gate, "ffn_up_shexp": up}
+    return {}
+
+
 def rows_of_parts(family: Family, sizes: Sizes) -> dict[str, Rows]:
     """Which rows of a product of q, k and v are whose, by the names of PARTS, and in which order."""
     group, n_kv, head_dim = sizes.n_head // sizes.n_head_kv, sizes.n_head_kv, sizes.head_dim

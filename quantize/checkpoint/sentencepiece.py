@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgert.errors import ModelFileError, UnsupportedFormatError
+from edgert.quantize.checkpoint.rank_lists import is_rank_list, refused_rank_list
 
 _MAX_BYTES = 1 << 28
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -41,8 +42,11 @@ def read_pieces(path: Path) -> Pieces:
     scores: list[float] = []
     types: list[int] = []
     kind, prefix = 1, True
+    data = path.read_bytes()
+    if is_rank_list(data):
+        raise refused_rank_list(path)
     try:
-        for number, value in _fields(path.read_bytes()):
+        for number, value in _fields(data):
             if number == 1:
                 piece = dict(_fields(_message(value)))
                 tokens.append(_message(piece[1]))
@@ -59,7 +63,8 @@ def read_pieces(path: Path) -> Pieces:
         raise ModelFileError(f"{path} is not a SentencePiece model: download it again.")
     if kind != _BPE:
         raise UnsupportedFormatError(
-            f"{path} is a SentencePiece model of the kind {_KINDS.get(kind, kind)}; edgert converts BPE."
+            f"{path} is a SentencePiece model of the kind {_KINDS.get(kind, kind)}; edgert converts BPE: make "
+            "tokenizer.json of it with transformers (AutoTokenizer.from_pretrained(folder).save_pretrained(folder))."
         )
     return Pieces(tokens, scores, types, prefix)
 

@@ -15,7 +15,7 @@ from edgert.quantize.checkpoint.experts import Stack, blocks_of, parts_of
 from edgert.quantize.checkpoint.families.family import EXPERT, Family
 from edgert.quantize.checkpoint.hyperparameters import Sizes
 from edgert.quantize.checkpoint.naming import Naming
-from edgert.quantize.checkpoint.rows import order_of, rows_of_parts
+from edgert.quantize.checkpoint.rows import order_of, pieces_of
 from edgert.quantize.checkpoint.safetensors import Entry
 from edgert.quantize.checkpoint.stored import CheckpointTensor, ConstantTensor, NormedHead
 from edgert.quantize.gguf_file import Metadata, Model
@@ -137,11 +137,11 @@ class Mapping:
             return blocks_of(f"{stem}.weight", codes, scales, self.family.in_turn)
         if "_exps." in name:
             return parts_of(name, entry, self._in_columns(name, sizes.n_embd), self.family.in_turn)
-        if self.family.apart and ".attn_qkv." in name:
-            parts = rows_of_parts(self.family, sizes)
-            if entry.shape[0] == sum(map(len, parts.values())):
-                names = {part: name.replace("attn_qkv", part) for part in parts}
-                return {names[part]: CheckpointTensor(names[part], entry, order=rows) for part, rows in parts.items()}
+        whole = name.split(".")[-2]
+        pieces = pieces_of(whole, entry.shape[0], self.family, sizes)
+        if pieces:
+            named = {name.replace(whole, part): rows for part, rows in pieces.items()}
+            return {own: CheckpointTensor(own, entry, order=rows) for own, rows in named.items()}
         tensor = self._tensor(name, entry, sizes)
         if name == "output.weight" and self._head_lengths:
             return {name: NormedHead(tensor, columns=self._head_lengths == "columns")}

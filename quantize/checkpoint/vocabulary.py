@@ -14,6 +14,7 @@ import numpy as np
 from edgert.errors import ModelFileError, UnsupportedFormatError
 from edgert.quantize.checkpoint.config import load_json
 from edgert.quantize.checkpoint.pretokenizer import pre_tokenizer_name
+from edgert.quantize.checkpoint.rank_lists import find_lists
 from edgert.quantize.checkpoint.sentencepiece import read_pieces
 from edgert.quantize.checkpoint.special_tokens import special_keys
 from edgert.quantize.checkpoint.tokens import SPACE, Added, Tokens, Type
@@ -40,6 +41,9 @@ def vocabulary_keys(folder: Path, config: dict[str, Any], n_vocab: int, notices:
     if not tokenizer and (folder / "vocab.txt").is_file():
         path = folder / "vocab.txt"
         tokenizer = read_word_list(path, settings)
+    sentencepiece = (folder / "tokenizer.model").is_file()
+    if not tokenizer and not sentencepiece:
+        path, tokenizer = find_lists(folder, settings, n_vocab) or (path, tokenizer)
     added = _added(folder, tokenizer, settings)
     tokens = Tokens(n_vocab, notices)
     prefix = None
@@ -52,7 +56,7 @@ def vocabulary_keys(folder: Path, config: dict[str, Any], n_vocab: int, notices:
     elif kind == "BPE" and not tokenizer["model"].get("byte_fallback"):
         keys = _byte_level(path, tokenizer, tokens, added)
         prefix = settings.get("add_prefix_space")
-    elif (folder / "tokenizer.model").is_file():
+    elif sentencepiece:
         prefix = _sentencepiece(folder / "tokenizer.model", tokens, added)
         keys = tokens.keys("llama", "default")
     elif tokenizer:

@@ -17,8 +17,6 @@ from edgert.quantize.checkpoint.families.layer_norms import WITH_LAYER_NORMS
 from edgert.quantize.checkpoint.families.mixtures import MIXTURES
 
 FAMILIES = (*DENSE, *MIXTURES, *GEMMAS, *WITH_LAYER_NORMS, *ENCODERS)
-# Their text models read all of a prompt at once, which those of their kind do not.
-_LOOK_AHEAD = ("PaliGemmaForConditionalGeneration",)
 
 
 def find_family(config: Config) -> Family:
@@ -32,7 +30,12 @@ def find_family(config: Config) -> Family:
         return by_kind[0]  # transformers runs relatives by llama's class
     if by_class:
         return by_class[0]
-    if by_kind and (config.is_part or not config.classes) and not set(config.classes) & set(_LOOK_AHEAD):
+    if "PaliGemmaForConditionalGeneration" in config.classes:
+        raise UnsupportedFormatError(
+            f"{config.path} describes PaliGemma, whose text model sees all of a prompt at once, which GGUF cannot say: "
+            "take a Gemma 3, which sees pictures too and whose text part edgert converts."
+        )
+    if by_kind and (config.is_part or not config.classes):
         return by_kind[0]
     what = ", ".join(config.classes) or config.get("model_type") or "a model without `architectures`"
     known = ", ".join(name for family in FAMILIES for name in family.classes)

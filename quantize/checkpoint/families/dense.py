@@ -192,7 +192,7 @@ DENSE = (
     Family("chatglm", ("GlmForCausalLM",), layer_names=FUSED_GATE, partial=0.5),
     Family(
         "glm4",
-        ("Glm4ForCausalLM",),
+        ("Glm4ForCausalLM", "Glm4vForConditionalGeneration"),
         layer_names={
             "post_self_attn_layernorm.weight": "post_attention_norm.weight",
             "post_mlp_layernorm.weight": "post_ffw_norm.weight",

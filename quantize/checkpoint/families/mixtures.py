@@ -57,13 +57,15 @@ MIXTURES = (
     replace(
         GRANITE,
         name="granitemoe",
-        classes=("GraniteMoeForCausalLM",),
+        classes=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
         layer_names={
             "block_sparse_moe.router.layer.weight": "ffn_gate_inp.weight",
             "block_sparse_moe.input_linear.weight": "ffn_gate_up_exps.weight",
             "block_sparse_moe.output_linear.weight": "ffn_down_exps.weight",
+            "shared_mlp.input_linear.weight": "ffn_gate_up_shexp.weight",
+            "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
         },
-        settings=N_EXPERT,
+        settings={**N_EXPERT, "shared_expert_intermediate_size": "shared_intermediate_size"},
     ),
     Family(
         "gpt-oss",
