@@ -49,7 +49,7 @@ class Config:
     """config.json's values by key; those of the text part, where it describes several parts, come first.
 
     classes:   `architectures`, the outer ones first
-    kinds:     `model_type`, of the text part first
+    kind:      `model_type`, of the text part where there are several
     is_part:   whether it describes other parts than the text model
     defaults:  of keys that it lacks
     settings:  keys that it calls otherwise
@@ -67,7 +67,7 @@ class Config:
         if inner.get("tie_word_embeddings") is not True and outer.get("tie_word_embeddings") is not None:
             self.values["tie_word_embeddings"] = outer["tie_word_embeddings"]  # of the whole, which ties the text's too
         self.classes = [name for part in (outer, inner) for name in _texts(part.get("architectures"))]
-        self.kinds = [part["model_type"] for part in (inner, outer) if isinstance(part.get("model_type"), str)]
+        self.kind = str((inner or outer).get("model_type", ""))
         self.is_part = bool(inner) or any(f"{part}_config" in outer for part in ("vision", "audio"))
         self.defaults: dict[str, Any] = defaults or {}
         self.settings: Mapping[str, str] = {}

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import CORPUS, write_checkpoint
+from checkpoints import CORPUS, logits_of, write_checkpoint
 from gguf import GGUFReader
 from llama_oracle import llama_cpp_logits
 from reference import Reference, kl_divergence
+from relatives import RELATIVES, write_relative
 
 from edgert import backends
 from edgert.backends.base import Batch
@@ -21,6 +22,7 @@ from edgert.quantize.convert import convert
 from edgert.quantize.curvatures import Curvatures
 from edgert.quantize.engine import open_engine
 from edgert.quantize.formats import FORMATS
+from edgert.quantize.imatrix import read_imatrix, write_imatrix
 from edgert.quantize.quantizer import quantize
 from edgert.quantize.source_tensor import SourceTensor
 
@@ -185,3 +187,40 @@ def use_all(path: Path) -> None:
     assert field.parts[field.data[0]] == N_USED
     field.parts[field.data[0]][0] = N_EXPERT
     reader.data.flush()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek", "bailingmoe", "glm4moe", "ernie4.5-moe", "hunyuan-moe", "qwen3vlmoe"])
+def test_every_mixture_takes_every_feature(name: str, text: Path, tmp_path: Path) -> None:
+    """Measured, counted by expert, with an importance matrix kept and given again, types by name: and it runs."""
+    folder = tmp_path / "hf"
+    written = write_relative(folder, name) if name in RELATIVES else write_checkpoint(folder, name)
+    expected = logits_of(written, TOKENS)
+    convert(folder, tmp_path / "float.gguf", "F32")
+    with open_engine(tmp_path / "float.gguf", n_ctx=64, n_threads=1) as engine:
+        found = calibrate(engine, engine.tokenize(text.read_text())[:256].reshape(4, 64))
+    experts = [tensor for tensor in found.counts if "_exps.weight" in tensor]
+    assert {tensor.split(".")[2] for tensor in experts} == {f"ffn_{part}_exps" for part in ("gate", "up", "down")}
+    assert all(len(found.counts[tensor]) == N_EXPERT and found.counts[tensor].sum() == 512 for tensor in experts)
+    assert any("_shexp.weight" in tensor for tensor in found.counts) == (name != "qwen3vlmoe")
+    write_imatrix(tmp_path / "m.imatrix.gguf", found)
+    read = read_imatrix(tmp_path / "m.imatrix.gguf")
+    assert set(read.counts) == set(found.counts)
+    reports = {}
+    for how, options in {"calibration": str(text), "imatrix": tmp_path / "m.imatrix.gguf"}.items():
+        reports[how] = quantize(
+            folder, tmp_path / f"{how}.gguf", budget=6.0, tensor_types={"ffn_down_exps": "Q8_0"}, n_threads=1,
+            report=False, **{how: options},
+        )  # fmt: skip
+    report = reports["calibration"]
+    types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "calibration.gguf").tensors}
+    assert types == report.types
+    assert {types[tensor] for tensor in types if "ffn_down_exps" in tensor} == {"Q8_0"}
+    assert len({types[tensor] for tensor in types if tensor.endswith("_exps.weight")}) > 1
+    assert all(types[tensor] == "F32" for tensor in types if "ffn_gate_inp" in tensor or "exp_probs_b" in tensor)
+    for how in reports:
+        out = tmp_path / f"{how}.gguf"
+        exact = Reference(out).logits(TOKENS)
+        assert np.median(kl_divergence(expected, exact)) < 0.2  # six bits of random weights
+        assert np.median(kl_divergence(exact, ours(out))) < 0.02
+        assert np.median(kl_divergence(exact, llama_cpp_logits(out, TOKENS))) < 0.05

@@ -25,7 +25,7 @@ def find_family(config: Config) -> Family:
     Raises: UnsupportedFormatError with the list of those that edgert converts.
     """
     by_class = [family for name in config.classes for family in FAMILIES if name in family.classes]
-    by_kind = [family for kind in config.kinds for family in FAMILIES if _stem(kind) in map(_stem, family.classes)]
+    by_kind = [family for family in FAMILIES if _stem(config.kind) in map(_stem, family.classes)]
     if by_class and by_class[0] is LLAMA and by_kind:
         return by_kind[0]  # transformers runs relatives by llama's class
     if by_class:
