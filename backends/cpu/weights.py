@@ -273,15 +273,15 @@ class Packer:
                     matrix, part, row, n = self._left.popleft()
                 except IndexError:
                     return
+                if memory:
+                    memory.touch(*matrix.span(part, row, n, self._isa.lanes))
                 tensor = self._file.tensor(part.rows.name)
                 if len(buffer) < n * tensor.row_bytes:
                     buffer = np.empty(n * tensor.row_bytes, np.uint8)
                 raw = buffer[: n * tensor.row_bytes].reshape(n, tensor.row_bytes)
                 tensor.read_into(raw, (part.rows.start + row) * tensor.row_bytes)
-                check_finite(tensor, raw)
-                if memory:
-                    memory.touch(*matrix.span(part, row, n, self._isa.lanes))
-                pack_rows(None, self._isa, tensor.format.name, raw, matrix, part, row)
+                if not pack_rows(None, self._isa, tensor.format.name, raw, matrix, part, row):
+                    check_finite(tensor, raw)
         except BaseException:
             self._left.clear()  # the other threads need not go on
             raise
@@ -300,20 +300,22 @@ def _in_turn(bias: NDArray[np.float32], counts: Sequence[int], lanes: int) -> ND
 
 def pack_rows(
     team: Team | None, isa: Isa, format: str, rows: NDArray[np.uint8], matrix: Matrix, part: Part, first_row: int = 0
-) -> None:
+) -> bool:
     """Packs rows of a GGUF type, uint8 (n, row_bytes), into a tensor's place; first_row begins a panel.
 
     team:  who shares the work; None: the calling thread alone
+    Returns whether the floats in them (all, or scales and minima) are finite.
     """
     name = compiler.name_of("repack", format=format)
     address = compiler.addresses([name], isa)[name]
     panel = part.first + first_row // isa.lanes * part.step
-    where = [rows.ctypes.data, rows.shape[1], len(rows), matrix.n_cols, matrix.data.ctypes.data, panel, part.step]
+    where = [rows.ctypes.data, rows.shape[1], len(rows), matrix.n_cols, matrix.data.ctypes.data, panel, part.step, 0]
     arguments = np.array(where, np.int64)
     if team:
         team.run(np.array([[address, arguments.ctypes.data, 1]], np.int64))
     else:
         compiler.Kernel(address)(0, 1, arguments.ctypes.data)
+    return not arguments[-1]
 
 
 def encode(codec: str, values: NDArray[np.float32]) -> NDArray[np.uint8]:

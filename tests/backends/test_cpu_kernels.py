@@ -41,11 +41,13 @@ def chosen(request: pytest.FixtureRequest) -> Isa:
     return isa.select(request.param)
 
 
-def run(isa: Isa, name: str, arguments: list[int], n_threads: int = 1) -> None:
+def run(isa: Isa, name: str, arguments: list[int], n_threads: int = 1) -> np.ndarray:
+    """Runs a kernel; its arguments afterwards."""
     kernel = Kernel(compiler.addresses([name], isa)[name])
     packed = np.array(arguments, np.int64)
     for thread in range(n_threads):
         kernel(thread, n_threads, packed.ctypes.data)
+    return packed
 
 
 def random_rows(name: str, n_rows: int, n_cols: int, seed: int = 0) -> np.ndarray:
@@ -64,12 +66,13 @@ def random_rows(name: str, n_rows: int, n_cols: int, seed: int = 0) -> np.ndarra
     return raw.reshape(n_rows, -1)
 
 
-def pack(isa: Isa, name: str, raw: np.ndarray, n_cols: int) -> np.ndarray:
+def pack(isa: Isa, name: str, raw: np.ndarray, n_cols: int, flawed: bool = False) -> np.ndarray:
     codec = CODECS[CODEC_OF[name]]
     panels = -(-len(raw) // isa.lanes)
     packed = aligned(panels * codec.panel_bytes(n_cols, isa.lanes))
-    where = [raw.ctypes.data, raw.shape[1], len(raw), n_cols, packed.ctypes.data, 0, 1]
-    run(isa, compiler.name_of("repack", format=name), where, n_threads=2)
+    where = [raw.ctypes.data, raw.shape[1], len(raw), n_cols, packed.ctypes.data, 0, 1, 0]
+    arguments = run(isa, compiler.name_of("repack", format=name), where, n_threads=2)
+    assert bool(arguments[-1]) == flawed
     return packed
 
 
@@ -90,15 +93,17 @@ def quantize(isa: Isa, x: np.ndarray, form: str = "int8") -> tuple[np.ndarray, n
 @every_format
 def test_products_of_every_format(chosen: Isa, name: str):
     n_cols, n_rows, n_tokens = 512, 2 * chosen.lanes, 3
-    raw = random_rows(name, n_rows, n_cols)
+    some = n_rows - 3  # what fills up the last panel is zeros
+    raw = random_rows(name, some, n_cols)
     x = np.random.default_rng(1).standard_normal((n_tokens, n_cols)).astype(np.float32)
     integers, words, activations = quantize(chosen, x)
     assert np.abs(activations - x).max() <= np.abs(x).max() / 127
     packed = pack(chosen, name, raw, n_cols)
-    weights = FORMATS[name].dequantize(raw).astype(np.float64)
+    weights = np.zeros((n_rows, n_cols))
+    weights[:some] = FORMATS[name].dequantize(raw)
     expected = activations @ weights.T
     header = np.array([n_tokens, 0], np.int64)
-    y = np.zeros((n_tokens + 8, n_rows), np.float32)
+    y = np.full((n_tokens + 8, n_rows), 9.0, np.float32)
     where = [packed.ctypes.data, integers.ctypes.data, words.ctypes.data, y.ctypes.data, y.strides[0], n_cols,
              n_rows // chosen.lanes, header.ctypes.data, 0, header[1:].ctypes.data]  # fmt: skip
     run(chosen, compiler.name_of("product", codec=CODEC_OF[name], width=1, epilogue="store"), where, n_threads=2)
@@ -110,6 +115,36 @@ def test_products_of_every_format(chosen: Isa, name: str):
         parameters = {"codec": CODEC_OF[name], "width": n_tokens, "epilogue": "store", "form": "pairs"}
         run(chosen, compiler.name_of("product", **parameters), where, n_threads=2)
         np.testing.assert_array_equal(together[:n_tokens], y[:n_tokens])
+
+
+@every_format
+def test_a_float_that_is_not_finite_is_found_while_it_is_packed(chosen: Isa, name: str):
+    n_rows, n_cols = chosen.lanes + 2, 512
+    form = FORMATS[name]
+    blocks = random_rows(name, n_rows, n_cols).reshape(n_rows, -1, form.type_size)
+    values = {"f2": [b"\0\x7c", b"\1\xfc"], "e8m0": [b"\xfd", b"\xff"], "iq1_m": [b"\0\xc0" + 3 * b"\0\xf0"]}
+    for offset, kind in form.floats:
+        for place, value in zip([(0, 0), (chosen.lanes + 1, -1)], values[kind], strict=False):
+            flawed = blocks.copy()
+            flawed[place][offset : offset + len(value)] = np.frombuffer(value, np.uint8)
+            assert not form.is_finite(flawed.reshape(n_rows, -1))
+            pack(chosen, name, flawed.reshape(n_rows, -1), n_cols, flawed=True)
+
+
+@pytest.mark.parametrize(("name", "values"), [("F16", [0x7C00, 0xFC01]), ("BF16", [0x7F80, 0xFFC0]),
+                                              ("F32", [0x7F800000, 0xFFC00000])])  # fmt: skip
+def test_floats_are_packed_column_by_column_and_checked(name: str, values: list[int]):
+    chosen, n_cols = isa.select(None), 64
+    n_rows, lanes, size = 2 * chosen.lanes - 1, chosen.lanes, FORMATS[name].type_size
+    floats = np.random.default_rng(0).integers(0, 0x7000, (n_rows, n_cols)).astype(f"u{size}")
+    packed = pack(chosen, name, floats.view(np.uint8), n_cols)
+    found = packed.view(floats.dtype).reshape(2, n_cols, lanes).transpose(0, 2, 1).reshape(2 * lanes, n_cols)
+    np.testing.assert_array_equal(found[:n_rows], floats)
+    assert not found[n_rows:].any()
+    for row, column, value in zip([0, n_rows - 1], [63, 31], values, strict=True):
+        flawed = floats.copy()
+        flawed[row, column] = value
+        pack(chosen, name, flawed.view(np.uint8), n_cols, flawed=True)
 
 
 @every_format

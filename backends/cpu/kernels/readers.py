@@ -1,8 +1,8 @@
 """What the blocks of each GGUF type hold, in the terms of `layouts.py`: one reader for each type.
 
-Readers are functions of the address of a type's block, of j, which 32 of its weights are meant, and of which quad (of
-four weights) or group of them. Codes come four to a 32-bit word, the first in the lowest byte; scales as the bits that
-the codec keeps: of float16, or a small integer.
+Readers are functions of the address of a type's block (or of the planes of a panel's, see `planes.py`), of j, which 32
+of its weights are meant, and of which quad (of four weights) or group of them. Codes come four to a 32-bit word, the
+first in the lowest byte; scales as the bits that the codec keeps: of float16, or a small integer.
 Source of the block formats: ggml-common.h of ggml; the same as in `quantize/blocks.py`.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from edgert.backends.cpu.simd import byte_at, u16_at, u32_at
+from edgert.backends.cpu.kernels.planes import byte_at, u16_at, u32_at
 from edgert.quantize import blocks, lattices
 
 njit = numba.njit(error_model="numpy", forceinline=True)
@@ -32,6 +32,7 @@ class Reader:
     quad:     (block, j, quad) -> four codes
     scale, minimum:  (block, j, group) -> bits
     above:    (block, i) -> the bits of the float16 that integer scales (i = 0) or minima (1) are multiples of
+    single:   whether they can read one row only, since they look something up in a table
     """
 
     block_size: int
@@ -40,6 +41,7 @@ class Reader:
     scale: Any = _none
     minimum: Any = _none
     above: Any = None
+    single: bool = False
 
 
 def _half(at: int) -> Any:
@@ -349,17 +351,17 @@ READERS: dict[str, Reader] = {
     "Q5_K": Reader(256, 176, _q5_k_quad, _k4_scale, _k4_minimum, _k4_above),
     "Q6_K": Reader(256, 210, _q6_k_quad, _q6_k_scale, above=_half(208)),
     "Q1_0": Reader(128, 18, _q1_0_quad, _only(0)),
-    "TQ1_0": Reader(256, 54, _tq1_0_quad, above=_half(52)),
+    "TQ1_0": Reader(256, 54, _tq1_0_quad, above=_half(52), single=True),
     "TQ2_0": Reader(256, 66, _two_bits(0), above=_half(64)),
     "MXFP4": Reader(32, 17, _nibbles(1), _exponent),
-    "NVFP4": Reader(64, 36, _nvfp4_quad, _nvfp4_scale),
+    "NVFP4": Reader(64, 36, _nvfp4_quad, _nvfp4_scale, single=True),
     "IQ4_NL": Reader(32, 18, _nibbles(2), _only(0)),
     "IQ4_XS": Reader(256, 136, _iq4_xs_quad, _iq4_xs_scale, above=_half(0)),
-    "IQ1_S": Reader(256, 50, _iq1_s_quad, _iq1_s_scale, above=_half(0)),
-    "IQ1_M": Reader(256, 56, _iq1_m_quad, _iq1_m_scale, above=_iq1_m_above),
-    "IQ2_XXS": Reader(256, 66, _iq2_xxs_quad, _iq2_xxs_scale, above=_half(0)),
-    "IQ2_XS": Reader(256, 74, _iq2_xs_quad, _iq2_xs_scale, above=_half(0)),
-    "IQ2_S": Reader(256, 82, _iq2_s_quad, _iq2_s_scale, above=_half(0)),
-    "IQ3_XXS": Reader(256, 98, _iq3_xxs_quad, _iq3_xxs_scale, above=_half(0)),
-    "IQ3_S": Reader(256, 110, _iq3_s_quad, _iq3_s_scale, above=_half(0)),
+    "IQ1_S": Reader(256, 50, _iq1_s_quad, _iq1_s_scale, above=_half(0), single=True),
+    "IQ1_M": Reader(256, 56, _iq1_m_quad, _iq1_m_scale, above=_iq1_m_above, single=True),
+    "IQ2_XXS": Reader(256, 66, _iq2_xxs_quad, _iq2_xxs_scale, above=_half(0), single=True),
+    "IQ2_XS": Reader(256, 74, _iq2_xs_quad, _iq2_xs_scale, above=_half(0), single=True),
+    "IQ2_S": Reader(256, 82, _iq2_s_quad, _iq2_s_scale, above=_half(0), single=True),
+    "IQ3_XXS": Reader(256, 98, _iq3_xxs_quad, _iq3_xxs_scale, above=_half(0), single=True),
+    "IQ3_S": Reader(256, 110, _iq3_s_quad, _iq3_s_scale, above=_half(0), single=True),
 }

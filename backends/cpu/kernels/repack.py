@@ -1,7 +1,8 @@
 """GGUF rows -> panels (see `layouts.py`), one kernel for each GGUF type, shared out over the threads by panels.
 
 What a type's blocks hold is told by a `Reader` (see `readers.py`); here it is put into its places. Codes move four at
-a time, as 32-bit words: a quad of a row's block goes to place `lane` of its vector.
+a time, as 32-bit words: a quad of a row's block goes to place `lane` of its vector. Rows of a panel move together where
+their reader can, as `planes.py` has it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 import numba
 
 from edgert.backends.cpu.isa import Isa
+from edgert.backends.cpu.kernels.planes import any_has, byte_at, put_byte, put_u16, put_u32, u32_at, weave
 from edgert.backends.cpu.kernels.readers import READERS, Reader
-from edgert.backends.cpu.layouts import BLOCK, CODEC_OF, CODECS, SUPER, Codec
-from edgert.backends.cpu.simd import put_byte, put_u16, put_u32, u16_at, u32_at, word
+from edgert.backends.cpu.layouts import BLOCK, CODEC_OF, CODECS, Codec
+from edgert.backends.cpu.simd import put_word, word
 
 ARGUMENTS = (
     "source",  # raw GGUF rows, one after the other
@@ -24,90 +26,150 @@ ARGUMENTS = (
     "out",  # panels
     "first_panel",  # where the first panel goes, and
     "panel_step",  # how far apart the next (2: gate and up alternate)
+    "flaws",  # set to 1 where a scale, a minimum or a float is NaN or infinite
 )
 
+FLAWS = ARGUMENTS.index("flaws")
 njit = numba.njit(error_model="numpy", forceinline=True)
+
+# Of a kind of float: the bits of its exponent, and what added to them reaches which bit where it is not finite.
+_EXPONENTS = {
+    "f16": (0x7C00, 0x0400, 0x8000),
+    "bf16": (0x7F80, 0x0080, 0x8000),
+    "f32": (0x7F800000, 0x00800000, 0x80000000),
+    "e8m0": (0xFF, 0x100 - 253, 0x100),  # times the largest E2M1 value, 2**126 overflows
+}
 
 
 def build(isa: Isa, format: str) -> Callable[[int, int, int], None]:
-    """A kernel that packs one tensor; rows that fill up the last panel stay as `out` had them (zeros)."""
+    """A kernel that packs one tensor; rows that fill up the last panel become weights of zero."""
     codec = CODECS[CODEC_OF[format]]
     lanes = isa.lanes
-    panel_row = codec.panel_bytes(BLOCK, lanes)
-    pack = _float_packer(codec.bits // 8, lanes) if codec.is_float else _packer(READERS[format], codec, isa)
+    if codec.is_float:
+        columns, size, single, pack = BLOCK, BLOCK * codec.bits // 8, False, _float_packer(codec, lanes)
+    else:
+        reader = READERS[format]
+        columns, size, single, pack = reader.block_size, reader.type_size, reader.single, _packer(reader, codec, isa)
+    block_bytes = codec.panel_bytes(columns, lanes)
+    top = _exponent(codec)[2]
+    planes = weave(isa, size)
+
+    @njit
+    def one_by_one(rows, row_bytes, n, panel, n_blocks):
+        flaws = False
+        for lane in range(n):
+            for k in range(n_blocks):
+                found = pack(rows + lane * row_bytes + k * size, panel + k * block_bytes, lane)
+                flaws |= any_has(found, top)
+        return flaws
+
+    @njit
+    def together(rows, row_bytes, n, panel, n_blocks):
+        flaws = False
+        for k in range(n_blocks):
+            flaws |= any_has(pack(planes(rows + k * size, row_bytes, n), panel + k * block_bytes, 0), top)
+        return flaws
+
+    pack_panel = one_by_one if single else together
 
     def repack(thread, n_threads, a):
-        n_rows, n_cols = word(a, 2), word(a, 3)
+        row_bytes, n_rows, n_blocks = word(a, 1), word(a, 2), word(a, 3) // columns
         n_panels = (n_rows + lanes - 1) // lanes
-        panel_bytes = n_cols * panel_row // BLOCK
+        flaws = False
         for p in range(n_panels * thread // n_threads, n_panels * (thread + 1) // n_threads):
-            panel = word(a, 4) + (word(a, 5) + p * word(a, 6)) * panel_bytes
-            for lane in range(lanes):
-                row = p * lanes + lane
-                if row < n_rows:
-                    pack(word(a, 0) + row * word(a, 1), panel, lane, n_cols)
+            panel = word(a, 4) + (word(a, 5) + p * word(a, 6)) * n_blocks * block_bytes
+            n = min(lanes, n_rows - p * lanes)
+            flaws |= pack_panel(word(a, 0) + p * lanes * row_bytes, row_bytes, n, panel, n_blocks)
+        if flaws:
+            put_word(a + 8 * FLAWS, 1)
 
     return repack
 
 
-def _float_packer(size: int, lanes: int) -> Any:
+def _exponent(codec: Codec) -> tuple[int, int, int]:
+    """Of the floats that a codec holds: see _EXPONENTS."""
+    return _EXPONENTS[codec.name if codec.is_float else "e8m0" if codec.scale == "e8m0" else "f16"]
+
+
+def _float_packer(codec: Codec, lanes: int) -> Any:
+    exponent, more, _ = _exponent(codec)
+    halves, n_words = codec.bits == 16, BLOCK * codec.bits // 32
+
     @njit
-    def pack(row, panel, lane, n_cols):
-        for k in range(n_cols):
-            if size == 2:
-                put_u16(panel + (k * lanes + lane) * 2, u16_at(row + 2 * k))
+    def pack(block, out, lane):
+        flaws = byte_at(block) & 0
+        for k in range(n_words):
+            bits = u32_at(block + 4 * k)
+            flaws |= (bits & exponent) + more
+            if halves:
+                flaws |= (bits >> 16 & exponent) + more
+                put_u16(out + (2 * k * lanes + lane) * 2, bits)
+                put_u16(out + ((2 * k + 1) * lanes + lane) * 2, bits >> 16)
             else:
-                put_u32(panel + (k * lanes + lane) * 4, u32_at(row + 4 * k))
+                put_u32(out + (k * lanes + lane) * 4, bits)
+        return flaws
 
     return pack
 
 
 def _packer(reader: Reader, codec: Codec, isa: Isa) -> Any:
+    """A function (block, panel, lane) that packs a row's block, or those of all rows of a panel.
+
+    It tells the exponents of the floats that it met, as _EXPONENTS has them.
+    """
     lanes = isa.lanes
-    size, per, quad, scale, minimum, above = (
-        reader.type_size, reader.block_size // BLOCK, reader.quad, reader.scale, reader.minimum, reader.above
+    per, quad, scale, minimum, above = (
+        reader.block_size // BLOCK, reader.quad, reader.scale, reader.minimum, reader.above
     )  # fmt: skip
     low, high, n_groups, scale_bytes, has_super = (
         codec.low, codec.high, codec.n_groups, codec.scale_bytes, codec.has_super
     )  # fmt: skip
     scales_at, block_bytes, super_bytes = codec.scales_at(lanes), codec.block_bytes(lanes), codec.super_bytes(lanes)
-    n_supers = 1 + codec.has_min
+    n_supers = (1 + codec.has_min) * has_super
     has_minima = codec.has_min and codec.scale != "nibbles"
     flip = 0x80808080 if isa.dot == "vnni" and codec.bits == 8 else 0
-    per_super = SUPER // BLOCK
     low_mask = 0x01010101 * ((1 << low) - 1)
     high_mask = 0x01010101 * ((1 << high) - 1)
+    exponent, more, _ = _exponent(codec)
 
     @njit
     def put(place, value):
         if scale_bytes == 2:
             put_u16(place, value)
-        elif scale_bytes == 1:
+        else:
             put_byte(place, value)
 
     @njit
-    def pack(row, panel, lane, n_cols):
-        for k in range(n_cols // BLOCK):
-            source, j, out = row + k // per * size, k % per, panel + k * block_bytes
-            if has_super:
-                out += k // per_super * super_bytes
-                if k % per_super == 0:
-                    for i in range(n_supers):
-                        put_u16(out + 2 * (i * lanes + lane), above(source, i))
-                out += super_bytes
+    def pack(block, panel, lane):
+        flaws = byte_at(block) & 0
+        if has_super:
+            for i in range(n_supers):
+                bits = above(block, i)
+                flaws |= (bits & exponent) + more
+                put_u16(panel + 2 * (i * lanes + lane), bits)
+        for j in range(per):
+            out = panel + super_bytes + j * block_bytes
             for v in range(low):
-                fields = 0
-                for f in range(8 // low):
-                    fields |= (quad(source, j, v + low * f) & low_mask) << (low * f)
+                fields = quad(block, j, v) & low_mask
+                for f in range(1, 8 // low):
+                    fields |= (quad(block, j, v + low * f) & low_mask) << (low * f)
                 put_u32(out + (v * lanes + lane) * 4, fields ^ flip)
             for plane in range(high):
-                fields = 0
-                for f in range(8 // high):
-                    fields |= (quad(source, j, plane * (8 // high) + f) >> low & high_mask) << (high * f)
+                fields = quad(block, j, plane * (8 // high)) >> low & high_mask
+                for f in range(1, 8 // high):
+                    fields |= (quad(block, j, plane * (8 // high) + f) >> low & high_mask) << (high * f)
                 put_u32(out + ((low + plane) * lanes + lane) * 4, fields)
-            for i in range(n_groups):
-                put(out + scales_at + (i * lanes + lane) * scale_bytes, scale(source, j, i))
-                if has_minima:
-                    put(out + scales_at + ((n_groups + i) * lanes + lane) * scale_bytes, minimum(source, j, i))
+            if scale_bytes:
+                for i in range(n_groups):
+                    bits = scale(block, j, i)
+                    if not has_super:
+                        flaws |= (bits & exponent) + more
+                    put(out + scales_at + (i * lanes + lane) * scale_bytes, bits)
+                    if has_minima:
+                        bits = minimum(block, j, i)
+                        if not has_super:
+                            flaws |= (bits & exponent) + more
+                        put(out + scales_at + ((n_groups + i) * lanes + lane) * scale_bytes, bits)
+        return flaws
 
     return pack
