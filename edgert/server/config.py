@@ -49,7 +49,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Ch
     Raises: EdgertError for a file that is no TOML.
     """
     try:
-        content = tomllib.loads(Path(path).read_text("utf-8"))
+        content = tomllib.loads(Path(path).read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise EdgertError(f"{path} cannot be read: {error}.") from error
     except tomllib.TOMLDecodeError as error:

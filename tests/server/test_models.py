@@ -20,6 +20,7 @@ from shelf import Shelf, names, text
 from edgert import cli
 from edgert.cli.verbs import top
 from edgert.cli.verbs.serve import command as serve_command
+from edgert.cli.verbs.serve import settings_of
 from edgert.errors import EdgertError, ModelFileError, RequestError
 from edgert.server import app, config, registry
 from edgert.server.registry import FOREVER, Spec, duration
@@ -190,6 +191,17 @@ def test_a_configuration(tmp_path: Path) -> None:
     assert (small.name, small.source, small.aliases, small.keep_alive) == ("small", "smollm2", ("s",), 300)
     assert small.options == {"n_ctx": 512, "sampling": {"temperature": 0.0}}
     assert (gemma.name, gemma.source, gemma.options, gemma.keep_alive) == ("gemma3", "gemma3", {}, FOREVER)
+
+
+def test_files_of_windows_editors(tmp_path: Path) -> None:
+    """They begin with a byte order mark, which is no part of a flag or a key."""
+    (tmp_path / "edgert.toml").write_text("\ufeffqueue = 7\n", "utf-8")
+    assert config.read(tmp_path / "edgert.toml")[0] == {"queue": 7}
+    (tmp_path / "keys").write_text("\ufeffone\n\ntwo\n", "utf-8")
+    others = dict.fromkeys(("is_open", "cors_origin", "max_body", "timeout", "queue_timeout"))
+    file = str(tmp_path / "keys")
+    flags = {"api_key": ["three"], "api_key_file": file, "host": "127.0.0.1", "allowed_host": [], **others}
+    assert settings_of(flags)["api_keys"] == ("three", "one", "two")
 
 
 @pytest.mark.parametrize(

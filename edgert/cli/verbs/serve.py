@@ -13,6 +13,7 @@ import click
 from edgert import store
 from edgert.cli.flags import flag, model_flags, request_of, sampling_flags
 from edgert.cli.loading import model_path, options_of
+from edgert.cli.text import text_of
 from edgert.cli.verb import verb
 
 
@@ -117,7 +118,7 @@ def settings_of(flags: dict[str, Any]) -> dict[str, Any]:
     """Takes what concerns the server's door out of the flags. Raises: click.UsageError."""
     keys = list(flags.pop("api_key"))
     if path := flags.pop("api_key_file"):
-        keys += [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+        keys += [line.strip() for line in text_of(path).splitlines() if line.strip()]
     if not keys and not flags.pop("is_open") and not _is_loopback(flags["host"]):
         raise click.UsageError(
             f"--host {flags['host']} lets other machines in: give --api-key, or --open to let in anyone."
