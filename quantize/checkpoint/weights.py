@@ -117,11 +117,11 @@ def _check_index(folder: Path, weight_map: dict[str, str], tensors: dict[str, En
     if wrong:
         raise ModelFileError(
             f"{folder}: {_INDEX} says that {wrong[0]!r} is in {weight_map[wrong[0]]}, and it is not "
-            f"({len(wrong)} such tensors): the parts do not belong together; download the checkpoint again."
+            f"({len(wrong)} in all): the parts do not belong together; download the checkpoint again."
         )
     orphans = [name for name in tensors if name not in weight_map]
     if orphans:
         raise ModelFileError(
             f"{folder}: {tensors[orphans[0]].file.path.name} holds the tensor {orphans[0]!r}, which {_INDEX} does not "
-            f"list ({len(orphans)} such tensors): the parts do not belong together; download the checkpoint again."
+            f"list ({len(orphans)} in all): the parts do not belong together; download the checkpoint again."
         )

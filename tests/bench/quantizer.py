@@ -1,16 +1,17 @@
 """Files of edgert quantize beside llama-quantize's of the same size, judged on held-out text by both sides' tools.
 
     python tests/bench/quantizer.py SOURCE BASE.gguf --llama BIN --calibration C.jsonl --calibration V.txt \
-        --text T.txt --text H.jsonl [--types Q4_K_M,Q4_K_S,IQ4_NL,Q4_0] [--chunks 16] [--noise 0.1] [--keep DIR]
+        --text T.txt --text H.jsonl [--types "Q4_K_M,Q4_K_S,IQ4_NL,Q4_0,--pure Q4_K"] [--chunks 16] [--noise 0.1] \
+        [--keep DIR]
 
 SOURCE is what edgert quantizes, BASE.gguf the same weights as BF16 for llama.cpp, written where it does not exist. BIN
 is a folder with llama-quantize and, for its judgement, llama-perplexity. Both sides take one importance matrix, which
 edgert collects from the calibration texts; edgert gets as its budget the bytes of llama-quantize's file. A .jsonl text
 is chats, rendered with the model's template; llama-perplexity reads the same rendering as plain text.
 
-A SOURCE that was quantized before flatters whoever finds its grid again. --noise adds so much of each matrix's standard
-deviation to BASE, which is then what edgert quantizes too. Figures are printed as they come; with --keep a run that is
-stopped goes on where it was.
+A type may have flags of llama-quantize before it. A SOURCE that was quantized before flatters whoever finds its grid
+again. --noise adds so much of each matrix's standard deviation to BASE, which edgert then quantizes too. Figures
+are printed as they come; with --keep a run that is stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def remembered(path: Path) -> Callable[[str, Callable[[], Figures]], Figures]:
 @click.option("--llama", "tools", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
 @click.option("--calibration", multiple=True, type=click.Path(exists=True, path_type=Path), required=True)
 @click.option("--text", "texts", multiple=True, type=click.Path(exists=True, path_type=Path), required=True)
-@click.option("--types", default="Q4_K_M,Q4_K_S,IQ4_NL,Q4_0", show_default=True)
+@click.option("--types", default="Q4_K_M,Q4_K_S,IQ4_NL,Q4_0,--pure Q4_K", show_default=True)
 @click.option("--chunks", "n_chunks", default=16, show_default=True)
 @click.option("--imatrix-chunks", default=100, show_default=True, help="Chunks that the importances are collected on.")
 @click.option("--tokens", default=50_000, show_default=True, help="Tokens that edgert calibrates on at most.")
@@ -214,9 +215,10 @@ def main(
         figures = remembered(folder / f"figures-{n_chunks}.json")
         head = "".join(f"{name:>10}" for name in FIGURES)
         for name in types.split(","):
-            theirs, ours = folder / f"llama-{name}.gguf", folder / f"edgert-{name}.gguf"
+            *flags, kind = name.split()
+            theirs, ours = (folder / f"{who}-{name.strip('-').replace(' ', '-')}.gguf" for who in ("llama", "edgert"))
             if not theirs.exists():
-                run(tools / "llama-quantize", *requantize, "--imatrix", imatrix, base, theirs, name, threads)
+                run(tools / "llama-quantize", *requantize, *flags, "--imatrix", imatrix, base, theirs, kind, threads)
             if not ours.exists():
                 size = theirs.stat().st_size
                 measured = ("--sensitivity", sensitivity, "--tokens", tokens)
@@ -224,15 +226,16 @@ def main(
                                *measured, *requantize, "-t", threads))  # fmt: skip
             for text in texts:
                 for judge in judges:
-                    click.echo(f"\n{text.name}, judged by {judge.name}\n{'':<22}{'bytes':>12}{head}")
+                    click.echo(f"\n{text.name}, judged by {judge.name}\n{'':<27}{'bytes':>12}{head}")
                     found = []
                     for who, file in (("llama-quantize", theirs), ("edgert", ours)):
-                        key = f"{judge.name} {text.name} {file.name} {file.stat().st_size}"
+                        facts = file.stat()
+                        key = f"{judge.name} {text.name} {file.name} {facts.st_size} {facts.st_mtime_ns}"
                         found.append(figures(key, lambda j=judge, t=text, f=file: j.judge(t, f)))  # type: ignore[misc]
                         cells = "".join(f"{found[-1][column]:>10.4f}" for column in FIGURES)
-                        click.echo(f"{name + ' ' + who:<22}{file.stat().st_size:>12,}{cells}")
+                        click.echo(f"{name + ' ' + who:<27}{file.stat().st_size:>12,}{cells}")
                     change = found[1]["mean"] / found[0]["mean"] - 1
-                    click.echo(f"{'':<22}{'':>12}{100 * change:>+9.0f}%")
+                    click.echo(f"{'':<27}{'':>12}{100 * change:>+9.0f}%")
                     sys.stdout.flush()
 
 

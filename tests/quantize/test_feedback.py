@@ -21,6 +21,7 @@ from edgert.quantize.rounding.grids import GRIDS
 
 Floats = NDArray[np.float32]
 NAMES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
+ALL = (*NAMES, pytest.param("IQ4_XS", marks=pytest.mark.slow))
 
 
 def problem(n_cols: int, rows: int = 40, seed: int = 0) -> tuple[Floats, Floats, Floats]:
@@ -58,7 +59,7 @@ def gptq(values: Floats, data: NDArray[np.uint8], name: str, hessian: Floats, da
     return out.astype(np.float32)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("n_cols", [512])
 def test_feedback_is_gptq(name: str, n_cols: int) -> None:
     """With the same scales: float32 beside float64 parts at ties only, after which a row goes another way."""
@@ -70,7 +71,7 @@ def test_feedback_is_gptq(name: str, n_cols: int) -> None:
     assert output_error(ours - values, hessian) == pytest.approx(output_error(theirs - values, hessian), rel=0.02)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_output_error_falls_on_inputs_not_seen(name: str) -> None:
     values, hessian, unseen = problem(512)
     curvature = Curvature(hessian)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from reference import Reference, kl_divergence
 from edgert import backends
 from edgert.backends.base import Batch
 from edgert.quantize.convert import convert
+from edgert.quantize.gguf_file import GGUFFile
 from edgert.quantize.source import open_source
 
 TOKENS = np.random.default_rng(3).integers(6, 370, 90).tolist()
@@ -47,3 +50,24 @@ def test_logits_equal_those_of_transformers_and_llama_cpp(name: str, tmp_path: P
     assert agree(expected, llama_cpp_logits(path, TOKENS))
     with open_source(tmp_path / "hf") as source:
         assert source.describe().layers[-1].experts is not None
+
+
+def checksum(values: np.ndarray) -> tuple[int, int]:
+    """The number of values, and a checksum that does not depend on their order."""
+    return values.size, zlib.crc32(np.sort(values, axis=None).astype(np.float32).tobytes())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2moe"])
+def test_every_expert_of_the_checkpoint_is_in_the_file(name: str, tmp_path: Path) -> None:
+    """Counts and checksums: each stored tensor is a tensor of the file, or a matrix in a stack of experts."""
+    library = pytest.importorskip("safetensors.numpy")
+    write_checkpoint(tmp_path / "hf", name)
+    stored = library.load_file(tmp_path / "hf" / "model.safetensors")
+    expected = Counter(checksum(values) for values in stored.values())
+    assert sum("experts" in key for key in stored) > 3 * 3 and len(expected) == len(stored)
+    convert(tmp_path / "hf", tmp_path / "m.gguf", "F32")
+    with GGUFFile.open(tmp_path / "m.gguf") as file:
+        tensors = [tensor.dequantize() for tensor in file.tensors.values()]
+    assert sum(tensor.ndim == 3 for tensor in tensors) >= 3
+    matrices = [matrix for tensor in tensors for matrix in (tensor if tensor.ndim == 3 else [tensor])]
+    assert Counter(map(checksum, matrices)) == expected
