@@ -38,6 +38,21 @@ def test_a_stream_by_onnx_runtime_is_the_whole_reply(
         assert (logits[2:].argmax(1) == tokens)[sure].all() and sure.sum() > 32
 
 
+def test_a_tensor_more_is_told_and_changes_nothing_and_one_less_is_named(
+    tiny_model: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    def answer(path: Path) -> list[int]:
+        with edgert.load(path, n_ctx=64, n_threads=1, backend="cpu", spec="off") as model:
+            return model.generate([1, 2, 3], temperature=0, max_tokens=8, ignore_eos=True).tokens
+
+    expected = answer(tiny_model("llama"))
+    assert "v.patch_embd.weight" not in caplog.text
+    assert answer(tiny_model("llama", weights={"v.patch_embd.weight": np.ones((4, 32), np.float32)})) == expected
+    assert "v.patch_embd.weight" in caplog.text
+    with pytest.raises(edgert.EdgertError, match=r"blk\.1\.ffn_down\.weight"):
+        answer(tiny_model("llama", omit=("blk.1.ffn_down.weight",)))
+
+
 RESTARTED = """
 import sys, edgert
 with edgert.load(sys.argv[1], n_ctx=128, n_threads=1, backend="cpu", spec="off") as model:

@@ -229,6 +229,23 @@ def test_large_files_that_are_all_header(made, value: bytes, says: str) -> None:
     assert int(grown) < 200 << 20
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows tells no peak of memory this way")
+@pytest.mark.parametrize(
+    "data",
+    [
+        raw_file([struct.pack("<Q", 2**30) + b"k"]).ljust(160, b"\0"),
+        raw_file([raw_key(b"general.alignment", 4, struct.pack("<I", 2**30))]).ljust(160, b"\0"),
+    ],
+    ids=["string", "alignment"],
+)
+def test_a_small_file_reserves_no_gigabytes(made, data: bytes) -> None:
+    done = subprocess.run([sys.executable, "-c", MEASURE, made(data)], capture_output=True, text=True, check=True)
+    seconds, grown, message = done.stdout.split(" ", 2)
+    assert "1,073,741,824" in message
+    assert float(seconds) < 1
+    assert int(grown) < 100 << 20
+
+
 MEASURE = """
 import resource, sys, time
 from edgert.quantize.gguf_file import GGUFFile, ModelFileError

@@ -79,10 +79,12 @@ def test_the_draft_cuts_text_as_its_tokenizer_json(shared_dir: Path, tmp_path: P
     folder = shared_dir / "models" / "smollm2-draft"
     convert(folder, tmp_path / "m.gguf")
     reference = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    prose = (shared_dir / "data" / "wikitext2-test.txt").read_text("utf-8").split("\n")[:400]
+    prose = (shared_dir / "data" / "wikitext2-test.txt").read_text("utf-8").split("\n")[:500]
     with open(shared_dir / "data" / "heldout_chats.jsonl", encoding="utf-8") as lines:
         chats = [line for _, line in zip(range(100), lines, strict=False)]
-    assert differences(tmp_path / "m.gguf", reference, [*texts(), *prose, *chats]) == []
+    mixed = [*texts(), *prose, *chats]
+    assert len(mixed) == 1000
+    assert differences(tmp_path / "m.gguf", reference, mixed) == []
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "smollm"])

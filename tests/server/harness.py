@@ -21,15 +21,17 @@ from edgert.template import ChatTemplate
 HI = [{"role": "user", "content": "Hi"}]
 
 
+class FakeTemplate(ChatTemplate):
+    """Whose text a fake tokenizer cuts."""
+
+    def encode(self, tokenizer: Any, messages: Any, **kwargs: Any) -> list[int]:
+        ids: list[int] = tokenizer.encode("".join(self.render(messages, **kwargs)))
+        return ids
+
+
 def line_template(end: str) -> Any:
     """role: content, a line for each message."""
-
-    class Template(ChatTemplate):
-        def encode(self, tokenizer: Any, messages: Any, **kwargs: Any) -> list[int]:
-            ids: list[int] = tokenizer.encode("".join(self.render(messages, **kwargs)))
-            return ids
-
-    return Template("{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "{% endfor %}")
+    return FakeTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "{% endfor %}")
 
 
 class Server:

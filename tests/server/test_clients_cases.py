@@ -13,11 +13,12 @@ import openai
 import pytest
 from conftest import ANSWER
 from fake import END_OF_TURN, fake_model, hashed, says
-from harness import HI, Server, serving, serving_model
+from harness import HI, FakeTemplate, Server, serving, serving_model
 
 import edgert
 from edgert.server.registry import Spec
 from edgert.server.service import Settings
+from edgert.template import ChatTemplate
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 
@@ -148,9 +149,37 @@ def test_how_long_a_conversation_is(server: Server) -> None:
         assert server.fails(path, messages=[{"role": "user"}])["param"] == "messages[0].content"
 
 
-def test_a_prompt_without_the_answers_beginning() -> None:
-    from edgert.template import ChatTemplate
+def test_a_template_that_rejects_the_system_role_says_so() -> None:
+    model = fake_model(says("ok"))
+    refusal = "{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    with serving_model(model) as server:
+        model.template = FakeTemplate("{% for m in messages %}" + refusal + "{{ m.content }}{% endfor %}")
+        for stream in (False, True):
+            error = server.fails(CHAT, messages=[{"role": "system", "content": "Be brief."}, *HI], stream=stream)
+            assert "System role not supported" in error["message"] and error["param"] == "messages"
+        assert server.ok(CHAT, messages=HI, max_tokens=2)["usage"]["completion_tokens"] == 2
 
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{% for i in range(99999) %}{% for k in range(99999) %}{% for n in range(99999) %}{% endfor %}{% endfor %}"
+        "{% endfor %}",
+        "{{ 'a' * 10 ** 9 }}",
+    ],
+    ids=["loops", "repetition"],
+)
+def test_a_template_without_end_is_an_error_and_the_server_goes_on(attack: str) -> None:
+    model = fake_model(says("ok"))
+    attack = "{% if messages[0].content == 'attack' %}" + attack + "{% endif %}{{ messages[0].content }}"
+    with serving_model(model) as server:
+        model.template = FakeTemplate(attack)
+        error = server.fails(CHAT, messages=[{"role": "user", "content": "attack"}])
+        assert "template" in error["message"]
+        assert server.ok(CHAT, messages=HI, max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+def test_a_prompt_without_the_answers_beginning() -> None:
     model = fake_model(says("ok"))
     source = "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}[answer]{% endif %}"
     with serving_model(model) as server:
