@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -92,3 +93,8 @@ def test_other_kernels_are_made_of_native_instructions():
     for name in (attention, floats, rows, product("f16", 1)):
         calls = [line for line in found[name].splitlines() if line.split()[:1] == ["bl"]]
         assert not [line for line in calls if "mem" not in line and "_ZN" not in line and "edgert" not in line], name
+
+
+def test_rounds_of_guessing_are_timed_by_the_counter_that_programs_may_read():
+    for text in compiled("neon", ["again"]).values():
+        assert re.search(r"mrs\s+x\d+, CNTVCT_EL0", text, re.IGNORECASE) and "PMCCNTR" not in text.upper()

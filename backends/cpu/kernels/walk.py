@@ -104,10 +104,14 @@ def ticks(isa: Isa) -> Any:
     """A Numba function that reads a counter which grows evenly; 0 where there is none."""
 
     def generate(_context: Any, builder: Any, _s: Any, _values: Any) -> Any:
-        name = {"x86_64": "llvm.readcyclecounter", "aarch64": "llvm.readsteadycounter"}.get(isa.machine)
-        if not name:
+        if isa.machine == "x86_64":
+            name, arguments = "llvm.readcyclecounter", []
+        elif isa.machine == "aarch64":  # whose cycle counter is not for programs
+            name, arguments = "llvm.read_volatile_register.i64", [builder.module.add_metadata(["cntvct_el0"])]
+        else:
             return ir.Constant(I64, 0)
-        return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(I64, []), name), [])
+        kind = ir.FunctionType(I64, [argument.type for argument in arguments])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
     return intrinsic(lambda _context: (types.int64(), generate))
 
