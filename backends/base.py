@@ -88,7 +88,8 @@ class Stakes:
     ends:    int64, tokens after which nothing is guessed
     extra:   float64 (most + 1,), how many tokens the time of checking so many guesses would give otherwise
     unknown: int64 (most + 1,), whether that is a mere belief
-    further: how many guesses are checked beyond those that pay
+    further: how many guesses are checked beyond those that pay; ease: what the floors are multiplied by. Both of the
+             first round of several.
     """
 
     most: int
@@ -100,6 +101,7 @@ class Stakes:
     extra: NDArray[np.float64]
     unknown: NDArray[np.int64]
     further: int = 0
+    ease: float = 1.0
 
 
 class Round(NamedTuple):

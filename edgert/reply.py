@@ -24,6 +24,12 @@ class Drafts:
         for place in range(count):
             self.tried[place] += 1
 
+    def count(self, tried: int, accepted: int) -> None:
+        """Counts a guess of `tried` tokens of which the first `accepted` were chosen."""
+        self.try_(tried)
+        for place in range(accepted):
+            self.accepted[place] += 1
+
 
 @dataclass(frozen=True)
 class Stats:

@@ -186,7 +186,7 @@ class CpuDraft(CpuBackend):
             began = perf_counter()
             self._guess(sequence, pending, chain, history, n, stakes, most, read + ahead - 1)
             self.times = guessing.times(began, perf_counter())
-            found = [Round(*one) for one in guessing.rounds(most)]
+            found = [Round(*one) for one in guessing.rounds()]
         finally:
             words[PLACE["tapes"]] = self.interrupted[0] = 0
             end = n + sum(len(one.chosen) for one in found) - 1  # the last token is not read

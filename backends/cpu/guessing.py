@@ -41,7 +41,8 @@ ARGUMENTS = (
     "tapes",  # int64 (most + 1, 2): the target's steps that check so many guesses; 0: none follows
     "extra",  # float64 (most + 1,): tokens that the time of checking so many guesses would give otherwise
     "unknown",  # int64 (most + 1,): whether that is a mere belief
-    "further",  # guesses that are checked beyond those that pay
+    "further",  # guesses of the first round that are checked beyond those that pay
+    "ease",  # float64: in the first round the floors are multiplied by it
     "checked",  # result: guesses that the target's step has checked
     "turned",  # when the guessing ended, in ticks
     "target_chain",  # address of the sampling kernel's arguments for the target
@@ -113,11 +114,11 @@ class Guessing:
         )
         doubles[_LIKELY] = 1.0
         words[_SHARES], words[_ROUNDS] = self._shares_address, 0
+        words[PLACE["further"]], doubles[PLACE["ease"]] = stakes.further, stakes.ease
         if stakes is self._stakes:
             return
         self._stakes = stakes
         doubles[PLACE["p_min"]] = stakes.p_min
-        words[PLACE["further"]] = stakes.further
         words[PLACE["n_sure"]], words[PLACE["n_ends"]] = len(stakes.sure), len(stakes.ends)
         for name in ("floors", "sure", "odds", "ends", "extra", "unknown"):
             words[PLACE[name]] = getattr(stakes, name).ctypes.data
@@ -127,12 +128,13 @@ class Guessing:
         self.words[PLACE["most_rounds"]], self.words[PLACE["limit"]] = most_rounds, limit
         self._first_steps[:, 1] = [ends[most - 1] for ends in self._ends]
 
-    def rounds(self, most: int) -> list[tuple[NDArray[np.float64], int, list[int]]]:
-        """What `Round` says of each round of the last walk, which had up to `most` guesses each."""
-        found = []
-        for i, log in enumerate(self._logs()):
+    def rounds(self) -> list[tuple[NDArray[np.float64], int, list[int]]]:
+        """What `Round` says of each round of the last walk."""
+        found, start = [], 0
+        for log in self._logs():
             chosen = [token for token in log[LOG : LOG + log[N_CHOSEN]] if token >= 0]
-            found.append((self.shares[i * most : i * most + log[N_MADE]], log[N_CHECKED], chosen))
+            found.append((self.shares[start : start + log[N_MADE]], log[N_CHECKED], chosen))
+            start += log[N_MADE]
         return found
 
     def times(self, began: float, ended: float) -> list[tuple[float, float]]:

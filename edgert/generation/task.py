@@ -239,13 +239,37 @@ class Generation(Task):
 
     def take_chosen(self) -> None:
         self._note_reading()
-        rounds, self.chosen = self.chosen, None
-        for n_guesses, tokens in rounds or ():
-            right = tokens[:-1]
-            self._go_on([*right, *[-1] * (n_guesses - len(right))], tokens, repeat(None))
-            if self.done:
-                return
+        rounds, self.chosen = self.chosen or [], None
+        tokens = [token for _, chosen in rounds for token in chosen]
+        if self._go_on_without_end(tokens):
+            for n_guesses, chosen in rounds:
+                self.drafts.count(n_guesses, len(chosen) - 1)
+        else:
+            for n_guesses, chosen in rounds:
+                right = chosen[:-1]
+                self._go_on([*right, *[-1] * (n_guesses - len(right))], chosen, repeat(None))
+                if self.done:
+                    return
         self._pass_on()
+
+    def _go_on_without_end(self, tokens: list[int]) -> bool:
+        """Takes tokens of which none ends the reply, with little ado; whether they are such."""
+        slot, most = self.slot, self.options.max_tokens
+        n, start = self.n_predicted + len(tokens), slot.n_tokens
+        if (
+            self.options.stop
+            or not self.n_predicted
+            or (most is not None and n >= most)
+            or start + len(tokens) > len(slot.tokens)
+            or not self.end_ids.isdisjoint(tokens)
+        ):
+            return False
+        self.n_predicted = n
+        self._tokens += tokens
+        self._text += "".join(map(self._decoder.push, tokens))
+        slot.n_tokens = start + len(tokens)
+        slot.tokens[start : slot.n_tokens] = tokens
+        return True
 
     def _note_reading(self) -> None:
         """Tells how much of the prompt has been read, as long as it is read."""

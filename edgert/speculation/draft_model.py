@@ -155,7 +155,7 @@ class DraftModel:
             tokens[n + len(shares)] = token
             shares.append(share)
             likely *= stakes.odds[bisect_right(stakes.sure, share)]
-            if len(shares) >= most or likely < stakes.floors[len(shares)] or token in stakes.ends:
+            if len(shares) >= most or likely < stakes.ease * stakes.floors[len(shares)] or token in stakes.ends:
                 break
         return np.array(shares)
 

@@ -187,7 +187,6 @@ class Source:
     """
 
     FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
-    STEADY = 4
     HELD_UP = 1.5  # times the usual cost: more says nothing about the guesses
 
     def __init__(self, gained: float, cost: float) -> None:
@@ -206,9 +205,9 @@ class Source:
         return self.wait == 0
 
     @property
-    def steady(self) -> bool:
-        """Whether it has paid for a while, without a pause."""
-        return self._rounds >= self.STEADY and self._hits >= self._rounds / 2
+    def proven(self) -> int:
+        """Rounds for which it has paid, without a pause; none where that is not sure."""
+        return self._rounds if self._hits >= self._rounds / 2 else 0
 
     def rest(self, steps: int = 1) -> None:
         """Lets some steps of its pause go by."""

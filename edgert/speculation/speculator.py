@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -27,9 +28,9 @@ SPEC_MAX = 15  # tokens guessed for one step, unless told otherwise
 MEMORY = 1 << 16  # tokens of ended requests that are remembered
 PATIENCE = 10  # steps without anything found, after which it is looked for ever more seldom
 SELDOM = 16  # steps from one search to the next, at most
-SELDOM_FURTHER = 16  # steps of which one goes a little further than pays
-ROUNDS = 6  # rounds that a draft which pays makes at once
-BURST = 0.016  # seconds that these take, about: so long a reader may wait for his text
+APART = 16  # rounds from one that goes a little further than pays to the next
+ROUNDS = 8  # rounds that a draft which pays makes at once
+BURST = 0.024  # seconds that these take, about: so long a reader may wait for his text
 CURIOUS = 0.7  # times the chance with which guessing goes on in other rounds
 LONG_ENOUGH = 5  # agreeing tokens in the present text with which no other text is asked
 # Classes of guesses: by how many tokens agreed before an n-gram's, by the draft model's own probability of its token.
@@ -128,7 +129,10 @@ class Speculator:
         self._paces: dict[int, tuple[float, float]] = {}  # requests at once -> tokens and seconds of late
         self._began = 0.0  # the present step
         self.checks: list[float] = []  # in it begin and end of each of the target's steps, where these were one walk
-        self._n_steps = self._n_rounds = 0
+        # Seconds between two walks of a single round, of late: the middle one counts, since some have read prompts.
+        self._rests = deque([0.0] * 7, 7)
+        self._n_rounds = 0
+        self._next_curious = APART
         self._curious = False
         self._known_stakes: dict[tuple[bool, int, int, frozenset[int]], tuple[int, Stakes]] = {}
 
@@ -160,10 +164,11 @@ class Speculator:
         room:  rows that the step may have beyond one for each task
         """
         self._began = perf_counter()
-        self._n_steps += 1
         self._n_rounds += 1
         together = len(tasks) == 1 and tasks[0].takes_chosen
-        self._curious = self._n_steps % SELDOM_FURTHER == 0 and not self.least
+        self._curious = self._n_rounds >= self._next_curious and not self.least
+        if self._curious:
+            self._next_curious = self._n_rounds + APART
         pace, rows, counts = self.pace(len(tasks)), len(tasks), []
         for task in tasks:
             if task.guessing is None:
@@ -234,7 +239,7 @@ class Speculator:
         try:
             stakes = self._stakes(request.sampled, rows, pace, limit, task.end_ids)
             if self._curious:
-                stakes = replace(stakes, floors=CURIOUS * stakes.floors, further=1)
+                stakes = replace(stakes, ease=CURIOUS, further=1)
             if together and model.checks:
                 arguments = slot.sequence, slot.tokens, n, task.sampler, stakes, request
                 at_once = self._rounds_at_once(request)
@@ -260,9 +265,10 @@ class Speculator:
 
     def _rounds_at_once(self, request: Request) -> int:
         """How many rounds are to be one walk: in all but the first the draft alone guesses, by the same stakes."""
-        if self.least or self._curious or not request.sources["draft"].steady:
+        if self.least:
             return 1
-        return max(1, min(ROUNDS, int(BURST / self.costs[3])))
+        unheard = 2 + 2 * request.misses if self.texts and request.sources["ngram"].ready else ROUNDS
+        return max(1, min(ROUNDS, int(BURST / self.costs[3]), request.sources["draft"].proven, unheard))
 
     def _checked(
         self, task: Generation, request: Request, rounds: Sequence[Round], times: Sequence[tuple[float, float]]
@@ -346,18 +352,25 @@ class Speculator:
         ]
         if found and (walked := found[0][0].walked):
             rest = (seconds - sum(one.seconds for one in walked)) / len(walked)
+            if len(walked) == 1:
+                self._rests.append(rest)
+            between = sorted(self._rests)[len(self._rests) // 2]
             for guesses, n, accepted, seconds in walked:
-                self._take_in(seconds + rest, [(found[0][0], guesses, n, accepted)])
+                # What a step costs is that of one alone, however many rounds share what lies between walks.
+                self._take_in(seconds + between, seconds + rest, [(found[0][0], guesses, n, accepted)])
         else:
-            self._take_in(seconds, found)
+            self._take_in(seconds, seconds, found)
         if not sum(counts) and not self.least:
             drafts, searches = self.model is not None, bool(self.texts)
             self._idle = min((request.idle_steps(drafts, searches) for request, *_ in found), default=0)
             for request, *_ in found:
                 request.rest(self._idle)
 
-    def _take_in(self, seconds: float, found: Sequence[tuple[Request, Guesses, int, int]]) -> None:
-        """Learns from a step: of each request what it had at stake, how many guesses were checked, how many right."""
+    def _take_in(self, seconds: float, spent: float, found: Sequence[tuple[Request, Guesses, int, int]]) -> None:
+        """Learns from a step: of each request what it had at stake, how many guesses were checked, how many right.
+
+        seconds: that such a step takes; spent: that went by
+        """
         n, guessed = len(found), sum(count for _, _, count, _ in found)
         self.costs.learn(n + guessed, seconds - sum(now.seconds for _, now, _, _ in found))
         extra = self.costs[n + guessed] - self.costs[n]
@@ -367,13 +380,14 @@ class Speculator:
             made += accepted + 1
             if not now.source:
                 continue
-            share = extra * count / guessed if guessed else 0.0
-            request.sources[now.source].learn(accepted, now.seconds + share, plain, sure=count > 0)
+            if not self.least:
+                share = extra * count / guessed if guessed else 0.0
+                request.sources[now.source].learn(accepted, now.seconds + share, plain, sure=count > 0)
             odds = (self.ngram_odds if now.source == "ngram" else self.draft_odds)[request.sampled]
             for i, kind in enumerate(now.kinds[: accepted + 1]):
                 odds.learn(kind, i < accepted)
         tokens, of = self._paces.get(n, (0.0, 0.0))
-        self._paces[n] = 0.98 * tokens + made, 0.98 * of + seconds
+        self._paces[n] = 0.98 * tokens + made, 0.98 * of + spent
 
     def remember(self, slot: Slot, start: int) -> None:
         """Keeps a text that has ended, from token `start` on."""

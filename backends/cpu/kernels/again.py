@@ -22,6 +22,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
     """The kernel; one thread does all."""
     now = ticks(isa)
     CHAIN, TEAM, COUNT, STEPS, MOST = (PLACE[x] for x in ("chain", "team", "count", "steps", "most"))
+    FURTHER, EASE = PLACE["further"], PLACE["ease"]
     LIKELY, SHARES, N_ENDS, ENDS = (PLACE[x] for x in ("likely", "shares", "n_ends", "ends"))
     TOKENS, POSITIONS, SLOTS, WANTED = (PLACE[x] for x in ("tokens", "positions", "slots", "wanted"))
     HEADER, ONE, N_HEADER, POSITION = (PLACE[x] for x in ("header", "one", "n_header", "position"))
@@ -44,7 +45,8 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
         put_word(log + 8 * DONE, now())
         put_word(a + 8 * ROUNDS, word(a, ROUNDS) + 1)
         going_on = word(a, ROUNDS) < word(a, MOST_ROUNDS) and not word(word(a, INTERRUPTED), 0)
-        going_on = going_on and known + n_chosen + word(a, MOST) <= word(a, LIMIT)
+        most = min(word(a, MOST), word(a, LIMIT) - known - n_chosen)
+        going_on = going_on and most > 0
         for i in range(n_chosen):
             token = word(tokens, i)
             put_word(log + 8 * (LOG + i), token)
@@ -71,10 +73,13 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
         put_word(word(a, HEADER) + 8 * N_NARROW, end - right)
         put_word(a + 8 * POSITION, end - 1 + shift)
         put_word(chain + 8 * N_HISTORY, end)
+        put_word(a + 8 * SHARES, word(a, SHARES) + 8 * word(a, COUNT))
+        put_word(a + 8 * MOST, most)
         put_word(a + 8 * COUNT, 0)
         put_word(a + 8 * STEPS, 0)
         put_word(a + 8 * LIKELY, double_bits(1.0))
-        put_word(a + 8 * SHARES, word(a, SHARES) + 8 * word(a, MOST))
+        put_word(a + 8 * EASE, double_bits(1.0))
+        put_word(a + 8 * FURTHER, 0)
         first = word(a, FIRST_STEPS) + 16 * (end - right - 1)
         put_word(team + 8 * NEXT, word(first, 0))
         put_word(team + 8 * N_NEXT, word(first, 1))

@@ -66,25 +66,34 @@ def build(
             total += (end - 1) // CHUNK - begin // CHUNK + 1
         total *= heads_kv
         mine, stop = total * thread // n_threads, total * (thread + 1) // n_threads
-        unit = 0
-        for i in range(n_rows):
-            row = first + i
-            end = word(word(a, 4), row) + 1
-            begin = max(0, end - window) if window else 0
-            pages = word(a, 6) + word(word(a, 5), row) * word(a, 7) * 4
-            for chunk in range(begin // CHUNK, (end - 1) // CHUNK + 1):
+        unit, i = 0, 0
+        while i < n_rows and unit < stop:
+            slot, begin, n = word(word(a, 5), first + i), 0, 1
+            if window:
+                begin = max(0, word(word(a, 4), first + i) + 1 - window)
+            while i + n < n_rows and word(word(a, 5), first + i + n) == slot:
+                n += 1
+            pages = word(a, 6) + slot * word(a, 7) * 4
+            # Tokens of one sequence take a head's keys after one another, which then lie in this processor's cache.
+            for chunk in range(begin // CHUNK, word(word(a, 4), first + i + n - 1) // CHUNK + 1):
                 for head in range(heads_kv):
-                    if mine <= unit < stop:
-                        out = word(a, 12) + ((i * heads + head * group) * max_chunks + chunk) * record
-                        q = word(a, 0) + row * word(a, 1) + head * group * dim * 4
-                        keys, values = word(a, 8) + head * head_bytes, word(a, 9) + head * head_bytes
+                    keys, values = word(a, 8) + head * head_bytes, word(a, 9) + head * head_bytes
+                    for j in range(i, i + n):
+                        end = word(word(a, 4), first + j) + 1
+                        begin = max(0, end - window) if window else 0
                         start, stop_at = max(begin, chunk * CHUNK), min(end, (chunk + 1) * CHUNK)
-                        step = max_chunks * record
-                        for part in range(0, last, size):
-                            attend_part(q + part * dim * 4, keys, values, word(a, 10), pages, start, stop_at,
-                                        out + part * step, step, word(a, 14))  # fmt: skip
-                        attend_last(q + last * dim * 4, keys, values, word(a, 10), pages, start, stop_at,
-                                    out + last * step, step, word(a, 14))  # fmt: skip
-                    unit += 1
+                        if start >= stop_at:
+                            continue
+                        if mine <= unit < stop:
+                            out = word(a, 12) + ((j * heads + head * group) * max_chunks + chunk) * record
+                            q = word(a, 0) + (first + j) * word(a, 1) + head * group * dim * 4
+                            step = max_chunks * record
+                            for part in range(0, last, size):
+                                attend_part(q + part * dim * 4, keys, values, word(a, 10), pages, start, stop_at,
+                                            out + part * step, step, word(a, 14))  # fmt: skip
+                            attend_last(q + last * dim * 4, keys, values, word(a, 10), pages, start, stop_at,
+                                        out + last * step, step, word(a, 14))  # fmt: skip
+                        unit += 1
+            i += n
 
     return attention

@@ -32,7 +32,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
     IDS, SHARE, HISTORY, N_HISTORY = (SAMPLING[x] for x in ("ids", "share", "history", "n_history"))
     LOGITS, N_ROWS = SAMPLING["logits"], SAMPLING["n_rows"]
     TAPES, EXTRA, UNKNOWN, CHECKED = (PLACE[x] for x in ("tapes", "extra", "unknown", "checked"))
-    FURTHER, TURNED = PLACE["further"], PLACE["turned"]
+    FURTHER, EASE, TURNED = PLACE["further"], PLACE["ease"], PLACE["turned"]
     TARGET_CHAIN, TARGET_LOGITS, SEQUENCE = PLACE["target_chain"], PLACE["target_logits"], PLACE["sequence"]
     TO_TOKENS, TO_POSITIONS, TO_SLOTS, TO_WANTED, TO_HEADER = (
         PLACE[f"target_{x}"] for x in ("tokens", "positions", "slots", "wanted", "header")
@@ -105,7 +105,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
             put_word(a + 8 * LIKELY, double_bits(likely))
             count += 1
             put_word(a + 8 * COUNT, count)
-            going_on = count < word(a, MOST) and likely >= double_at(word(a, FLOORS), count)
+            going_on = count < word(a, MOST) and likely >= double_at(word(a, FLOORS), count) * double_at(a, EASE)
             for i in range(word(a, N_ENDS)):
                 going_on = going_on and token != word(word(a, ENDS), i)
             if going_on:
