@@ -362,7 +362,7 @@ def _key(file: GGUFFile, common: Mapping[str, Any], options: Mapping[str, Any], 
     facts = [
         [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in file.paths],
         [(gpu.name, gpu.driver, gpu.memory_total) for gpu in gpus.gpus()],
-        [_version("edgert"), *(_build(name) for name in PACKAGES)],
+        [_version("edgert"), *(build_of(name) for name in PACKAGES)],
         {name: value for name, value in common.items() if name != "progress"},
         options,
         asdict(wish),
@@ -370,7 +370,7 @@ def _key(file: GGUFFile, common: Mapping[str, Any], options: Mapping[str, Any], 
     return json.dumps(facts, sort_keys=True, default=str)
 
 
-def _build(name: str) -> Any:
+def build_of(name: str) -> Any:
     """What tells one installed build of a backend's package from another of the same version."""
     module, package, _ = PACKAGES[name]
     spec = importlib.util.find_spec(module)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edgert.backends import choice
+from edgert.backends import choice, excerpts
 from edgert.backends.cpu import footprint as cpu_footprint
 from edgert.backends.cpu.footprint import Footprint, draft_bytes, footprint, smaller_types
 from edgert.backends.cpu.rates import Rates, predict
@@ -61,6 +61,7 @@ class Request:
     """What shall be run: a context for each of n_parallel conversations, and a draft beside the model.
 
     made_draft:  the one that comes with the model: where none is named it guesses, on the cpu backend alone
+    excerpts:    run some of the model's layers on backends of which nothing is known
     """
 
     file: GGUFFile
@@ -69,6 +70,8 @@ class Request:
     types: Types = (None, None)
     draft: GGUFFile | None = None
     made_draft: GGUFFile | None = None
+    excerpts: bool = False
+    n_threads: int | None = None
 
 
 def places(request: Request, machine: Rates | None) -> list[Place]:
@@ -143,14 +146,25 @@ def _place(
     return Place(backend, device, memory, available, missing, most, remedy)
 
 
-def _remembered(file: GGUFFile, backend: str, on_cpu: bool | None = None) -> tuple[float | None, float | None, str]:
-    """Prefill and decode rates of the file on a backend as `auto` measured them; on_cpu: there, or only elsewhere."""
-    note = choice.remembered(file) or {}
+def _rates(request: Request, backend: str, options: Mapping[str, Any], on_cpu: bool | None = None) -> dict[str, Any]:
+    """Rates of the model on a backend and their basis, as `Place` has them: as `auto` measured them, or by excerpts.
+
+    options:  of the backend, the device among them
+    on_cpu:   what auto measured there, or only elsewhere
+    """
+    note = choice.remembered(request.file) or {}
     for trial in note.get("trials", []):
         here = on_cpu is None or (trial.get("device") == "CPU") == on_cpu
         if trial.get("backend") == backend and here and trial.get("decode"):
-            return trial["prefill"], trial["decode"], "measured when auto tried it"
-    return None, None, f"its rates are not known until it has run: edgert bench --backend {backend}"
+            basis = "measured when auto tried it"
+            return {"prefill": trial["prefill"], "decode": trial["decode"], "basis": basis}
+    if not request.excerpts:
+        return {"basis": f"its rates are not known until it has run: edgert bench --backend {backend}"}
+    try:
+        found = excerpts.steps(request.file, backend, options, request.n_threads)
+    except (EdgertError, OSError) as error:
+        return {"basis": f"its rates are not known, for an excerpt does not run: {error}"}
+    return {**found.rates(request.n_ctx), "basis": found.basis}
 
 
 def _on_gpus(request: Request, a: Architecture) -> list[Place]:
@@ -187,16 +201,16 @@ def _on_gpus(request: Request, a: Architecture) -> list[Place]:
     place = _place("llama", name, memory, sum(free), needed, a, request.n_ctx, {})
     n_positions = request.n_ctx * request.n_parallel
     fit = devices.layers_that_fit(request.file, a, free, n_positions, each, footprint.N_UBATCH)
-    prefill, decode, basis = _remembered(request.file, "llama", on_cpu=False)
+    whole = not obstacle and fit > a.n_layer  # what is shared with the processor is no sum of layers
+    asked = replace(request, excerpts=request.excerpts and whole)
+    rates = _rates(asked, "llama", _options("gpu", -1, request.types), on_cpu=False)
     if not place.fits and fit:
         remedy = f"{fit} of {a.n_layer + 1} layers fit, the CPU runs the others; {place.remedy}"
     return [
         _changed(
             place,
             layers=(fit, a.n_layer + 1),
-            prefill=prefill,
-            decode=decode,
-            basis=basis,
+            **rates,
             obstacle=obstacle,
             remedy=remedy or place.remedy,
         )
@@ -208,6 +222,12 @@ def _element_bytes(types: Types) -> float:
     from edgert.backends.llama.backend import KV_BITS
 
     return sum(KV_BITS.get(kind or "f16", 16) for kind in types) / 2 / 8
+
+
+def _options(device: str, n_gpu_layers: int, types: Types) -> dict[str, Any]:
+    """llama.cpp's for a device and such types of cache."""
+    named = {f"cache_type_{side}": kind for side, kind in zip("kv", types, strict=True) if kind}
+    return {"device": device, "n_gpu_layers": n_gpu_layers, **named}
 
 
 def _on_llama(request: Request, a: Architecture) -> list[Place]:
@@ -235,8 +255,8 @@ def _on_llama(request: Request, a: Architecture) -> list[Place]:
     memory = _memory(cost(request.n_ctx), _draft_bytes(request, request.n_ctx))
     available = probe.probe().memory_available + probe.process_memory()[0]
     place = _place("llama", "cpu", memory, available, needed, a, request.n_ctx, {})
-    prefill, decode, basis = _remembered(request.file, "llama", on_cpu=True)
-    rates = {"prefill": prefill, "decode": decode, "basis": basis}
+    asked = replace(request, excerpts=request.excerpts and not obstacle)
+    rates = _rates(asked, "llama", _options("cpu", 0, request.types), on_cpu=True)
     return [_changed(place, **rates, obstacle=obstacle, remedy=remedy or place.remedy)]
 
 
@@ -263,6 +283,5 @@ def _on_onnx(request: Request, a: Architecture) -> list[Place]:
         memory = _memory(Footprint(weights, kv, 0, buffers, program), _draft_bytes(request, request.n_ctx))
         available = probe.probe().memory_available + probe.process_memory()[0]
         place = _place("onnx", device.name, memory, available, needed, a, request.n_ctx, {})
-        prefill, decode, basis = _remembered(request.file, "onnx")
-        result.append(_changed(place, prefill=prefill, decode=decode, basis=basis))
+        result.append(_changed(place, **_rates(request, "onnx", {"device": device.name})))
     return result

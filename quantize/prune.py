@@ -101,8 +101,19 @@ def prune(
     with open_engine(source, n_ctx=CHUNK, n_threads=n_threads) as engine:
         texts = TextParts.read(engine, calibration, (), CHUNK, 2 * CHUNKS * CHUNK)
         result.steps = _choose(engine, architecture, units, n_steps, texts, progress, on_step)
-    _write(source, out, result, progress)
+    result.paths, result.n_bytes = write_without(source, out, result.removed, progress)
     return result
+
+
+def write_without(
+    source: Source, out: Path, removed: Collection[int], progress: OnProgress = silent
+) -> tuple[tuple[str, ...], int]:
+    """Writes the source without some of its layers, whole units of `units_of`: the files and their bytes.
+
+    Raises: RequestError for a family in which the number of layers decides something else; ModelFileError.
+    """
+    _check_alike(source, source.describe(), removed)
+    return _write(source, out, removed, progress)
 
 
 def units_of(layers: Sequence[Layer]) -> list[tuple[int, ...]]:
@@ -228,19 +239,18 @@ class _View(Model[SourceTensor]):
         self.tensors = {new: source.tensors[old] for old, new in names.items()}
 
 
-def _write(source: Source, out: Path, result: Pruned, progress: OnProgress) -> None:
-    removed = result.removed
+def _write(source: Source, out: Path, removed: Collection[int], progress: OnProgress) -> tuple[tuple[str, ...], int]:
     names = _renumbered(source.tensors, removed)
     formats = {
         old: FORMATS["F32"] if len(source.tensors[old].shape) == 1 else source.tensors[old].format for old in names
     }
     plan: list[TensorPlan] = [(new, source.tensors[old].shape, formats[old]) for old, new in names.items()]
     facts = Plan({new: formats[old] for old, new in names.items()}).metadata({new: shape for new, shape, _ in plan})
-    facts[REMOVED] = Value.string(", ".join(map(str, removed)))
+    facts[REMOVED] = Value.string(", ".join(map(str, sorted(removed))))
     with Writer(out, _metadata(source, removed) | facts, plan) as writer:
         for old, new in names.items():
             progress("writing", new, writer.n_written, writer.n_bytes)
             _, pieces = encoding.encode(source.tensors[old], formats[old], Inputs(), 1)
             for piece in pieces:
                 writer.write(new, piece)
-    result.paths, result.n_bytes = tuple(str(path) for path in writer.paths), writer.n_bytes
+    return tuple(str(path) for path in writer.paths), writer.n_bytes

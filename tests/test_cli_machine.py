@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from edgert import cli
-from edgert.backends import selftest
+from edgert.backends import excerpts, selftest
 from edgert.backends.cpu import rates
 from edgert.backends.cpu.rates import Rates
 from edgert.backends.selftest import Finding
@@ -25,11 +25,14 @@ from edgert.errors import EdgertError
 
 MACHINE = Rates(2, "amx", 500e9, {2048: 300e9}, 250e9, 60e9, {16 << 20: 45e9, 256 << 20: 30e9})
 
+EXCERPTS = excerpts.Steps((1.0, 2.0), (0.1, 0.2), (0.01, 0.02), (2, 4))
+
 
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates that need no measurement."""
     monkeypatch.setattr(rates, "rates", lambda *_, **__: MACHINE)
+    monkeypatch.setattr(excerpts, "steps", lambda *_, **__: EXCERPTS)
 
 
 def edgert(*arguments: str, **environment: str) -> Result:

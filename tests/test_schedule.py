@@ -461,3 +461,18 @@ def test_short_prompts_that_come_together_are_read_first() -> None:
     assert pace.crowd(6, 700) and pace.seconds(2, 6, n_left=700) == 0.04
     assert not pace.crowd(2, 8000) and pace.seconds(2, 2, n_left=8000) == pytest.approx(2 * part)
     assert not pace.crowd(1, 700) and pace.seconds(2, 1, n_left=700) == pytest.approx(part)
+
+
+def test_a_slow_backend_reads_a_prompt_in_steps_that_are_worth_it() -> None:
+    """Of a machine whose single token takes longer than a step shall: what is read at once does not dwindle to that."""
+    pace = Pace(2048, 1, 3.0, 0.04)
+    depth, steps = 0, []
+    for _ in range(20):
+        n, singles = pace.allows(0, depth)
+        assert n == singles
+        steps.append(n)
+        pace.learn(0, n, 0, depth, 0.6 + 0.01 * n)
+        depth += n
+    assert steps[0] == 2048 and set(steps[1:]) == {64}
+    pace.learn(1, 0, 0, depth, 0.6)
+    assert pace.allows(1, depth)[0] < 200, "beside a reply it is the reply's wait that counts"

@@ -19,6 +19,7 @@ REMEMBERED_USERS = 4096  # whose consumption is known although nothing of them i
 FIRST = 8  # tokens of a prompt that a step reads beside replies as long as nothing is known
 DEARER = 3.0  # a token outside whole windows, as long as nothing is known
 LONGEST = 0.5  # seconds of a step in which nobody waits for a token, since a cancellation waits for its end
+LEAST = 64  # tokens that it reads all the same: by fewer a prompt would be read as slowly as a reply is written
 EVEN = 0.01  # seconds that reading takes between two steps at least: beside less, what holds up a thread stands out
 UNMINDED = 0.04  # seconds of a step, where several prompts are read
 BURST = 0.5  # seconds for which replies may go at that pace, so that prompts which come together soon reply together
@@ -277,7 +278,8 @@ class Pace:
             return room, room
         singles = min(room, max(1, int(seconds / single)) if single else FIRST)
         if window == 1 or room < window:
-            return singles, singles
+            least = 0 if n_replies else min(room, LEAST)
+            return max(singles, least), max(singles, least)
         if wide is None:  # never tried
             return window, singles
         longest = max(seconds, (6 if single and single > 2 * wide else 2) * self._comfort)

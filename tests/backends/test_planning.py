@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType as Type
 
 from edgert import backends
-from edgert.backends import choice, planning, specimen
+from edgert.backends import choice, excerpts, planning, specimen
 from edgert.backends.base import Batch
 from edgert.backends.cpu import rates
 from edgert.backends.cpu.footprint import footprint
@@ -23,7 +24,8 @@ from edgert.backends.llama.footprint import copied_types
 from edgert.backends.planning import Request
 from edgert.devices import accelerators, gpus, probe
 from edgert.devices.notes import Notes
-from edgert.errors import BackendUnavailableError, DoesNotFitError
+from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError
+from edgert.generation import schedule
 from edgert.quantize.architecture import describe
 from edgert.quantize.gguf_file import GGUFFile
 
@@ -247,6 +249,100 @@ def test_measured_rates_of_a_choice_are_the_plan_s(gpu: None, tiny_model: Callab
     assert (place.prefill, place.decode, place.basis) == (9000.0, 300.0, "measured when auto tried it")
 
 
+# Excerpts
+
+
+class Machine:
+    """An engine whose steps take a known time by a clock of its own: besides, for each layer and for attention."""
+
+    n_vocab, n_batch = 300, 512
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.n_layer, self.cached, self.now = describe(file).n_layer, 0, 0.0
+
+    def forward(self, batch: Batch) -> None:
+        n = len(batch)
+        self.now += 0.002 + n * 1e-5 + self.n_layer * (0.001 + n * 1e-4 + n * self.cached * 1e-8)
+        self.cached += n
+
+    def step(self, token: int, sequence: int) -> None:
+        self.forward(Batch.of([token], self.cached))
+
+    def length(self, sequence: int) -> int:
+        return self.cached
+
+    def truncate(self, sequence: int, length: int) -> None:
+        self.cached = length
+
+    def close(self) -> None:
+        pass
+
+
+def test_excerpts_add_up_to_the_whole_model(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Exactly, where steps take what the description says; the excerpts are files that differ in their layers alone."""
+    opened: list[Machine] = []
+
+    def open_one(name: str, file: GGUFFile, common: Any, options: Any) -> Machine:
+        assert (name, options, common["n_ctx"]) == ("llama", {"device": "cpu"}, excerpts.DEPTH + 2 * excerpts.CHUNK)
+        opened.append(Machine(file))
+        return opened[-1]
+
+    clock = SimpleNamespace(perf_counter=lambda: sum(machine.now for machine in opened))
+    monkeypatch.setattr(excerpts, "time", clock)
+    monkeypatch.setattr(backends, "open_one", open_one)
+    monkeypatch.setattr(excerpts, "LONG", 1)
+    path = tiny_model("llama", n_layer=6)
+    found = excerpts._measured(str(path), "llama", {"device": "cpu"}, 1, str(tmp_path))
+    assert [machine.n_layer for machine in opened] == [2, 3] == list(found.layers)
+    assert not found.busy
+
+    def seconds(n: int, depth: int) -> float:
+        return 0.002 + n * 1e-5 + 6 * (0.001 + n * 1e-4 + n * depth * 1e-8)
+
+    for pair, n in ((found.prompt, 512), (found.few, 64), (found.single, 1)):
+        assert pair == pytest.approx((seconds(n, 0), seconds(n, excerpts.DEPTH)))
+    expected = found.rates(2048)
+    assert expected["decode"] == pytest.approx(1 / seconds(1, 0))
+    assert expected["decode_at_end"] == pytest.approx(1 / seconds(1, 2048))
+    assert expected["prefill"] == pytest.approx(2048 / sum(seconds(512, start) for start in range(0, 2048, 512)))
+
+
+def test_slow_prompts_are_read_in_steps_of_the_scheduler_s_length() -> None:
+    assert (excerpts.STEP, excerpts.FEW) == (schedule.LONGEST, schedule.LEAST)
+    # 64 tokens in 0.4 s and 5 ms for each further one: 83 or 84 in half a second, and 64 where these take longer.
+    found = excerpts.Steps((0.4 + 448 * 0.005, 0), (0.4, 0), (0.3, 0), (2, 4))
+    assert found.rates(840)["prefill"] == pytest.approx(84 / 0.5, rel=0.02)
+    found = excerpts.Steps((0.8 + 448 * 0.01, 0), (0.8, 0), (0.3, 0), (2, 4))
+    assert found.rates(640)["prefill"] == pytest.approx(64 / 0.8)
+
+
+def test_excerpts_are_run_once_and_their_failure_is_told(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]
+) -> None:
+    calls: list[Any] = []
+
+    def asked(*arguments: Any) -> excerpts.Steps:
+        calls.append(arguments)
+        return excerpts.Steps((1.0, 2.0), (0.1, 0.2), (0.01, 0.02), (2, 4), busy=len(calls) == 1)
+
+    monkeypatch.setattr(excerpts, "_asked", asked)
+    with GGUFFile.open(tiny_model("llama")) as file:
+        for n_calls in (1, 2, 2):  # what was measured beside other programs is not kept
+            assert excerpts.steps(file, "llama", {}, 1).prompt == (1.0, 2.0)
+            assert len(calls) == n_calls
+        excerpts.steps(file, "llama", {"device": "gpu"}, 1)
+        assert len(calls) == 3
+
+        def failing(*_: Any) -> None:
+            raise BackendUnavailableError("no such device")
+
+        monkeypatch.setattr(excerpts, "_asked", failing)
+        found = planning._rates(Request(file, 256, excerpts=True), "onnx", {"device": "cpu"})
+    assert found == {"basis": "its rates are not known, for an excerpt does not run: no such device"}
+
+
 # llama.cpp on the processor
 
 needs_llama = pytest.mark.skipif(not choice.installed("llama"), reason="llama-cpp-python is not installed")
@@ -273,6 +369,16 @@ for path in sys.argv[1:]:
     place = next(place for place in places if (place.backend, place.device) == ("llama", "cpu"))
     print(weights, place.memory["weights"], held["kv"], place.memory["kv"])
 """
+
+
+@needs_llama
+@pytest.mark.slow
+def test_an_excerpt_runs_in_a_process_of_its_own(tiny_model: Callable[..., Path]) -> None:
+    with GGUFFile.open(tiny_model("llama", n_layer=4)) as file:
+        found = excerpts.steps(file, "llama", {"device": "cpu", "n_gpu_layers": 0}, 1, fresh=True)
+        assert found.layers == (2, 4) and 0 < found.single[0] < found.prompt[0]
+        with pytest.raises(EdgertError, match="no GPU 'CUDA7' here"):
+            excerpts.steps(file, "llama", {"device": "CUDA7"}, 1, fresh=True)
 
 
 @needs_llama

@@ -66,7 +66,9 @@ def command(
             a = describe(file)
             heads = a.n_head, a.n_head_kv, a.head_dim
             machine = rates.rates(threads, heads, (cache_type_k, cache_type_v), progress=compiling(line))
-        request = planning.Request(file, n_ctx, parallel, (cache_type_k, cache_type_v), **drafts)
+        request = planning.Request(
+            file, n_ctx, parallel, (cache_type_k, cache_type_v), **drafts, excerpts=measure, n_threads=threads
+        )
         places = planning.places(request, machine)
     facts = {
         "model": str(path),
