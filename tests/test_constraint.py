@@ -353,3 +353,13 @@ def test_digits_in_a_text_are_not_counted() -> None:
             closed = schema | {"additionalProperties": False}
             value = json.loads(model.generate("\n", json_schema=closed, max_tokens=400, temperature=0).text)["n"]
             assert value.endswith("9" * 50)
+
+
+@pytest.mark.parametrize("blank", [" ", "\n", "\t"])
+def test_white_space_comes_to_an_end(blank: str) -> None:
+    """The model would say nothing else, before, within and after an object, where the schema lets it."""
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    with fake_model(lambda tokens: ord(blank), n_ctx=2000) as model:
+        reply = model.generate("x", max_tokens=300, temperature=0, json_schema=schema)
+    assert reply.finish_reason == "stop" and json.loads(reply.text) == {"a": 1}
+    assert not re.search(r"\s{18}", reply.text)
