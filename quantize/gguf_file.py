@@ -75,6 +75,10 @@ class Tensor:
             raise ValueError(f"{self.name} has {self.n_bytes} bytes: no {n} bytes at {start}")
         self._shard.read_into(buffer, self.offset + start)
 
+    def forget(self, start: int, n: int) -> None:
+        """Lets the system give up the memory in which it keeps n bytes of the tensor; from the disk they come back."""
+        self._shard.forget(self.offset + start, n)
+
     def rows(self, start: int, stop: int) -> NDArray[np.float32]:
         """The values of rows [start, stop), float32 (stop - start, n_cols); only these are read.
 

@@ -6,6 +6,7 @@ Source: ggml's docs/gguf.md (versions 2 and 3, little-endian).
 from __future__ import annotations
 
 import array
+import contextlib
 import itertools
 import math
 import mmap
@@ -140,6 +141,12 @@ class Shard:
             if n == 0:
                 raise ModelFileError(f"{self.path} became shorter while it was read: load it again.")
             done += n
+
+    def forget(self, offset: int, n_bytes: int) -> None:
+        """Lets the system give up the memory in which it keeps bytes that were read, where it takes such advice."""
+        if self._fd >= 0 and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._fd, offset, n_bytes, os.POSIX_FADV_DONTNEED)
 
     def raw_value(self, key: str) -> tuple[int, bytes]:
         """GGUF's type id of the key's value, and its bytes."""

@@ -41,11 +41,14 @@ class FreshMemory:
 
     A host that takes back what its guests leave free gives a small page sooner than a large one, up to ten times as
     soon. The system may make large ones of them later, when it has time.
+
+    scarce:  whether small pages come slowly too, several times as slowly as those that were in use a moment ago
     """
 
     def __init__(self) -> None:
         self._works = sys.platform.startswith("linux")
         self._large = True
+        self.scarce = False
         self._pages: set[int] = set()
         self._small: list[int] = []
         self._judged, self._seconds = 0, 0.0
@@ -66,7 +69,9 @@ class FreshMemory:
     def _judge(self, seconds: float) -> None:
         self._judged, self._seconds = self._judged + 1, self._seconds + seconds
         if self._judged == LARGE_AT_ONCE:
-            self._large = self._large and self._seconds < LARGE_AT_ONCE * SLOW
+            slow = self._seconds >= LARGE_AT_ONCE * SLOW
+            self.scarce = self.scarce or (slow and not self._large)
+            self._large = self._large and not slow
             self._judged, self._seconds = 0, 0.0
 
     def settle(self) -> None:

@@ -282,6 +282,10 @@ class Packer:
                 tensor.read_into(raw, (part.rows.start + row) * tensor.row_bytes)
                 if not pack_rows(None, self._isa, tensor.format.name, raw, matrix, part, row):
                     check_finite(tensor, raw)
+                if memory and memory.scarce and self._key:
+                    # The system's copy of these bytes serves as the memory of the next: from now on the packed copy
+                    # is what is read.
+                    tensor.forget((part.rows.start + row) * tensor.row_bytes, raw.nbytes)
         except BaseException:
             self._left.clear()  # the other threads need not go on
             raise

@@ -14,12 +14,13 @@ from gguf import GGMLQuantizationType as Type
 
 from edgert import backends
 from edgert.backends.base import Batch
-from edgert.backends.cpu import copies
+from edgert.backends.cpu import copies, weights
 from edgert.backends.cpu.backend import CpuBackend
 from edgert.backends.cpu.memory import FreshMemory
 from edgert.backends.cpu.weights import Packer
 from edgert.cli.verbs import rm
 from edgert.errors import RequestError
+from edgert.quantize.gguf_file import GGUFFile, Tensor
 
 TOKENS = list(range(2, 40))
 
@@ -67,6 +68,31 @@ def test_all_that_is_packed_is_brought_into_memory_before(model: Path, monkeypat
                 at = max(at, stop)
             panel_bytes = matrix.data.nbytes // matrix.n_panels
             assert end - at <= panel_bytes  # one that fills up an even number
+
+
+@pytest.mark.parametrize("setting", ["1G", "off"])
+def test_where_memory_is_scarce_that_of_the_file_serves(
+    model: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    """But only if a copy is kept, which later loads read in its place."""
+    monkeypatch.setenv(copies.SETTING, setting)
+    expected = logits(model)
+    for copy in copies.held():
+        copy.remove()
+    forgotten: dict[str, int] = {}
+    original = Tensor.forget
+
+    def forget(tensor: Tensor, start: int, n: int) -> None:
+        forgotten[tensor.name] = forgotten.get(tensor.name, 0) + n
+        original(tensor, start, n)
+
+    scarce = type("Scarce", (FreshMemory,), {"scarce": property(lambda self: True, lambda self, value: None)})
+    monkeypatch.setattr(weights, "FreshMemory", scarce)
+    monkeypatch.setattr(Tensor, "forget", forget)
+    packed: list[str] = []
+    np.testing.assert_array_equal(logits(model, packed), expected)
+    with GGUFFile.open(model) as file:
+        assert packed and forgotten == {name: file.tensor(name).n_bytes for name in packed if setting != "off"}
 
 
 def test_the_second_load_maps_what_the_first_packed(model: Path):

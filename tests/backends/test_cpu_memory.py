@@ -66,6 +66,7 @@ def test_large_pages_are_taken_while_they_come_quickly(slow: float, monkeypatch:
     assert brought == list(range(1000, 1000 + 2 * LARGE_AT_ONCE))
     small = [number for number, what in advice if what == mmap.MADV_NOHUGEPAGE]
     assert small == ([] if slow else brought[LARGE_AT_ONCE:])
+    assert fresh.scarce == (not slow)
     fresh.settle()
     assert [number for number, what in advice if what == mmap.MADV_HUGEPAGE] == small
 

@@ -7,7 +7,8 @@ copying as many bytes into fresh memory, below which nothing that packs can come
 
 Each load is a process of its own: from its start, before any import, to the first token of an answer to 16 tokens.
 Kernels are compiled before. Peak memory is the process's resident set, in which mapped pages count. Ways run in turn;
-medians are printed. Copies are kept of files of any size here (`copies.WORTHWHILE` else).
+medians are printed. Copies are kept of files of any size here (`copies.WORTHWHILE` else). What is read, file or copy,
+is in the system's memory before, or with --cold (as root, on Linux) on the disk alone.
 """
 
 from __future__ import annotations
@@ -62,6 +63,16 @@ def read_once(path: Path) -> float:
     return time.perf_counter() - start
 
 
+def prepare(path: Path, cold: bool) -> None:
+    """Has a file and its copies in the system's memory, or not."""
+    if cold:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    else:
+        for kept in (path, *Path(os.environ["EDGERT_CACHE"], "packed").glob("*.packed")):
+            read_once(kept)
+
+
 def copy_into_fresh_memory(n_bytes: int, threads: int) -> float:
     """Seconds that so many threads take together, a piece from a core's own cache at a time."""
     fresh = np.empty(n_bytes, np.uint8)  # comes into being when it is touched
@@ -95,18 +106,21 @@ def load(path: Path, threads: int, setting: str, wait: bool = False) -> dict[str
 @click.argument("path", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("-t", "--threads", default=2, show_default=True)
 @click.option("-r", "--repetitions", default=3, show_default=True)
-def main(path: Path, threads: int, repetitions: int) -> None:
+@click.option("--cold", is_flag=True, help="Empty the system's cache of files before each time that is taken.")
+def main(path: Path, threads: int, repetitions: int, cold: bool) -> None:
     size = path.stat().st_size
     root = Path(os.environ["EDGERT_CACHE"], "packed")
     plain: dict[str, list[float]] = {"read once": [], "fresh memory": []}
     loads: dict[str, list[dict[str, float]]] = {label: [] for label, _, _ in WAYS}
     for _ in range(repetitions):
+        prepare(path, cold)
         plain["read once"].append(read_once(path))
         plain["fresh memory"].append(copy_into_fresh_memory(size, threads))
         for label, setting, wait in WAYS:
             if wait:
                 for copy in root.glob("*.packed"):
                     copy.unlink()
+            prepare(path, cold)
             loads[label].append(load(path, threads, setting, wait))
     click.echo(f"{path.name}, {size / 1e9:.2f} GB")
     for label, times in plain.items():
