@@ -90,6 +90,8 @@ class Stakes:
     unknown: int64 (most + 1,), whether that is a mere belief
     further: how many guesses are checked beyond those that pay; ease: what the floors are multiplied by. Both of the
              first round of several.
+    repeated: of several rounds the last one is that after which so many of the last tokens stand somewhere before; 0:
+             that ends none
     """
 
     most: int
@@ -102,6 +104,7 @@ class Stakes:
     unknown: NDArray[np.int64]
     further: int = 0
     ease: float = 1.0
+    repeated: int = 0
 
 
 class Round(NamedTuple):

@@ -377,6 +377,14 @@ def test_several_rounds_of_one_walk_are_those_of_several_walks(
     found = walk(several, n, 8, 100, replace(stakes, ends=np.array([text[place]])))
     tokens = [token for _, _, chosen in found for token in chosen]
     assert text[place] in found[-1][2] and tokens == single[n : n + len(tokens)].tolist()
+
+    def said(end: int, n: int) -> bool:
+        return any((single[i : i + n] == single[end - n : end]).all() for i in range(end - n))
+
+    for repeated in (1, 2, 60):
+        again(n)
+        stop = next((i for i in range(1, 8) if said(ends[i], repeated)), 8)
+        assert walk(several, n, 8, 100, replace(stakes, repeated=repeated)) == expected[:stop]
     draft.close()
     target.close()
 

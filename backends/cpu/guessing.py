@@ -56,6 +56,7 @@ ARGUMENTS = (
     "rounds",  # result: rounds that have ended
     "most_rounds",
     "limit",  # tokens of the text for which the caches have room
+    "repeated",  # rounds end where so many of the last tokens stand somewhere before; 0: they do not
     "interrupted",  # int64 (1,): whether somebody waits for the present round's end; any thread may set it
     "log",  # result, int64 (most_rounds, LOG + most + 1): what became of each round
     "log_stride",  # bytes from one round's to the next
@@ -114,7 +115,8 @@ class Guessing:
         )
         doubles[_LIKELY] = 1.0
         words[_SHARES], words[_ROUNDS] = self._shares_address, 0
-        words[PLACE["further"]], doubles[PLACE["ease"]] = stakes.further, stakes.ease
+        words[PLACE["further"]], words[PLACE["repeated"]] = stakes.further, stakes.repeated
+        doubles[PLACE["ease"]] = stakes.ease
         if stakes is self._stakes:
             return
         self._stakes = stakes

@@ -134,7 +134,7 @@ class Speculator:
         self._n_rounds = 0
         self._next_curious = APART
         self._curious = False
-        self._known_stakes: dict[tuple[bool, int, int, frozenset[int]], tuple[int, Stakes]] = {}
+        self._known_stakes: dict[tuple[bool, int, int, frozenset[int], bool], tuple[int, Stakes]] = {}
 
     def pace(self, n: int) -> float:
         """Tokens a second that n requests have made together lately, at least those of plain steps."""
@@ -237,7 +237,8 @@ class Speculator:
         odds, n = self.draft_odds[request.sampled], slot.n_tokens
         began = perf_counter()
         try:
-            stakes = self._stakes(request.sampled, rows, pace, limit, task.end_ids)
+            searches = bool(self.texts) and request.sources["ngram"].ready
+            stakes = self._stakes(request.sampled, rows, pace, limit, task.end_ids, searches)
             if self._curious:
                 stakes = replace(stakes, ease=CURIOUS, further=1)
             if together and model.checks:
@@ -267,8 +268,7 @@ class Speculator:
         """How many rounds are to be one walk: in all but the first the draft alone guesses, by the same stakes."""
         if self.least:
             return 1
-        unheard = 2 + 2 * request.misses if self.texts and request.sources["ngram"].ready else ROUNDS
-        return max(1, min(ROUNDS, int(BURST / self.costs[3]), request.sources["draft"].proven, unheard))
+        return max(1, min(ROUNDS, int(BURST / self.costs[3]), request.sources["draft"].proven))
 
     def _checked(
         self, task: Generation, request: Request, rounds: Sequence[Round], times: Sequence[tuple[float, float]]
@@ -293,9 +293,14 @@ class Speculator:
         request.rest(len(task.chosen) - 1)
         return n_checked
 
-    def _stakes(self, sampled: bool, rows: int, pace: float, most: int, end_ids: frozenset[int]) -> Stakes:
-        """When the draft is to stop, reckoned anew every few rounds."""
-        key = sampled, rows, most, end_ids
+    def _stakes(
+        self, sampled: bool, rows: int, pace: float, most: int, end_ids: frozenset[int], searches: bool
+    ) -> Stakes:
+        """When the draft is to stop, reckoned anew every few rounds.
+
+        searches:  whether more may be had from what was said, once it comes again
+        """
+        key = sampled, rows, most, end_ids, searches
         known = self._known_stakes.get(key)
         if known is None or self._n_rounds - known[0] >= 16:
             if len(self._known_stakes) > 64:
@@ -306,7 +311,8 @@ class Speculator:
             costs, sizes = self.costs, range(rows, rows + most + 1)
             extra = np.array([0.0 if self.least else pace * (costs[n] - costs[rows]) for n in sizes])
             unknown = np.array([not costs.known(n) for n in sizes], np.int64)
-            stakes = Stakes(most, floors, self.p_min, BOUNDS, odds.values, ends, extra, unknown)
+            repeated = LONG_ENOUGH if searches else 0
+            stakes = Stakes(most, floors, self.p_min, BOUNDS, odds.values, ends, extra, unknown, repeated=repeated)
             known = self._known_stakes[key] = self._n_rounds, stakes
         return known[1]
 

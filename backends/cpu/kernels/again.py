@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numba
+
 from edgert.backends.cpu.guessing import DONE, LOG, N_CHECKED, N_CHOSEN, N_MADE, PLACE
 from edgert.backends.cpu.guessing import TURNED as LOG_TURNED
 from edgert.backends.cpu.isa import Isa
@@ -22,7 +24,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
     """The kernel; one thread does all."""
     now = ticks(isa)
     CHAIN, TEAM, COUNT, STEPS, MOST = (PLACE[x] for x in ("chain", "team", "count", "steps", "most"))
-    FURTHER, EASE = PLACE["further"], PLACE["ease"]
+    FURTHER, EASE, REPEATED = PLACE["further"], PLACE["ease"], PLACE["repeated"]
     LIKELY, SHARES, N_ENDS, ENDS = (PLACE[x] for x in ("likely", "shares", "n_ends", "ends"))
     TOKENS, POSITIONS, SLOTS, WANTED = (PLACE[x] for x in ("tokens", "positions", "slots", "wanted"))
     HEADER, ONE, N_HEADER, POSITION = (PLACE[x] for x in ("header", "one", "n_header", "position"))
@@ -30,6 +32,17 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
     LOGS, LOG_STRIDE, CHECKED, TARGET_CHAIN = (PLACE[x] for x in ("log", "log_stride", "checked", "target_chain"))
     FIRST_STEPS, HISTORY, N_HISTORY = PLACE["first_steps"], SAMPLING["history"], SAMPLING["n_history"]
     TURNED, CHOSEN, CHOSEN_TOKENS = PLACE["turned"], SAMPLING["chosen"], SAMPLING["tokens"]
+
+    @numba.njit(error_model="numpy", inline="always")
+    def repeats(history, end, n):
+        """Whether the last n tokens stand somewhere before."""
+        for i in range(end - 2, n - 2, -1):
+            j = 0
+            while j < n and int32_at(history, i - j) == int32_at(history, end - 1 - j):
+                j += 1
+            if j == n:
+                return True
+        return False
 
     def again(thread, n_threads, a):
         if thread != 0:
@@ -59,6 +72,8 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
         history = word(chain, HISTORY)
         for i in range(n_chosen):
             put_u32(history + 4 * (known + i), word(tokens, i))
+        if word(a, REPEATED) and repeats(history, known + n_chosen, word(a, REPEATED)):
+            return
         read = known - 1 + word(a, STEPS)  # tokens that the draft has read, of which some may be wrong guesses
         shift = word(a, POSITION) + 1 - read  # from a token's place in the text to that in the draft's cache
         right, end = min(read, known + n_chosen - 1), known + n_chosen
