@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from edgert.errors import DoesNotFitError, EdgertError
 from edgert.model import Model
 from edgert.options import SamplingParams
 from edgert.reply import Reply
-from edgert.speculation import Speculator, tuning
+from edgert.speculation import Speculator, economics, tuning
 from edgert.speculation.draft_model import REACH, DraftModel
 from edgert.speculation.economics import Costs, Line, Odds, Source
 from edgert.speculation.ngram import NgramMemory
@@ -453,12 +452,16 @@ def test_a_text_that_gives_nothing_to_guess_is_left_alone() -> None:
         assert len(asked) >= 3
 
 
-def test_costs_are_measured_and_nothing_stays_in_the_cache() -> None:
+def test_costs_are_measured_and_nothing_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
     class Slow(FakeBackend):
         def forward(self, batch: Batch) -> NDArray[np.float32]:
-            time.sleep(0.001 * len(batch))
+            nonlocal now
+            now += 0.001 * len(batch)
             return super().forward(batch)
 
+    monkeypatch.setattr(economics, "perf_counter", lambda: now)
     backend = Slow()
     costs = Costs.measure(backend, 12)
     assert backend.length(0) == 0 and len(costs) == 12
