@@ -339,7 +339,7 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
 }
 MIXTURES["qwen3vlmoe"] = (
     "Qwen3VLMoeForConditionalGeneration",
-    {**EXPERTS, **HEADS, "moe_intermediate_size": 80, "rope_parameters": AXES, "vision_config": VISION},
+    {**EXPERTS, **HEADS, "moe_intermediate_size": 96, "rope_parameters": AXES, "vision_config": VISION},
 )
 CORPUS = """
 The lighthouse keeper counted the ships that passed before the storm, and wrote each name in a book. In the morning

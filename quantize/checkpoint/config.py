@@ -36,8 +36,8 @@ def load_json(path: Path) -> dict[str, Any]:
 
 def _text_part(outer: dict[str, Any]) -> dict[str, Any]:
     """What describes the text model, {} where config.json describes nothing else."""
-    if isinstance(outer.get("thinker_config"), dict):
-        return _text_part(outer["thinker_config"])
+    thinker = outer.get("thinker_config")
+    outer = thinker if isinstance(thinker, dict) else outer
     return next((outer[key] for key in ("text_config", "llm_config") if isinstance(outer.get(key), dict)), {})
 
 

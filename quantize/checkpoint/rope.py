@@ -45,7 +45,10 @@ def read_rope(config: Config, family: Family, head_dim: int) -> RopeScaling:
     fields, local = _fields(config)
     base = _number(config, fields, "rope_theta", config.number("rope_theta", 10_000.0))
     if "alpha" in family.scalings and _kind(fields) == "dynamic" and fields.get("alpha"):
-        base *= _number(config, fields, "alpha") ** (head_dim / (head_dim - 2))
+        alpha = _number(config, fields, "alpha")
+        if not (head_dim > 2 and alpha < 1e6):
+            raise ModelFileError(f"{config.path}: 'alpha' of the rope scaling is {alpha:g}, too large for a factor.")
+        base *= alpha ** (head_dim / (head_dim - 2))
         fields = {}
     keys = {"rope.freq_base": Value.f32(base)}
     if local is not None:

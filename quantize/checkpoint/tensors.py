@@ -81,7 +81,9 @@ class Mapping:
             self._found.setdefault("output.weight", table)
             return
         if head is None:
-            if tied is False:
+            if tied is False and any(name.endswith("Model") for name in config.classes):
+                self.notices.append("there is no head, without which a model embeds texts and should write none")
+            elif tied is False:
                 raise ModelFileError(
                     f"{self.folder} has no lm_head.weight, and config.json says that the head is not tied to the "
                     "table of tokens (tie_word_embeddings): a shard may be missing; download it again."

@@ -1,4 +1,4 @@
-"""Every family: tiny random models made by transformers and converted, as edgert and llama.cpp compute them.
+"""Every family: tiny random models of transformers', converted, as edgert and llama.cpp compute them.
 
     python tests/bench/families.py [NAME ...] [--types Q8_0,Q4_0] [--markdown]
 
@@ -21,16 +21,17 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoints import CONFIGS, MIXTURES, TIED, logits_of, write_checkpoint
+from checkpoints import CONFIGS, MIXTURES, SEEING, TIED, logits_of, write_checkpoint
 from llama_oracle import llama_cpp_logits
 from reference import Reference, kl_divergence
+from relatives import RELATIVES, write_relative
 
 from edgert import backends
 from edgert.backends.base import Batch
 from edgert.quantize import quantize
 from edgert.quantize.convert import convert
 
-ALL = CONFIGS | MIXTURES
+ALL = (*CONFIGS, *MIXTURES, *SEEING, *RELATIVES)
 N_CTX, N_GREEDY = 128, 32
 TOKENS = np.random.default_rng(3).integers(6, 370, 90).tolist()
 FLOAT_CACHE = {"cache_type_k": "f16", "cache_type_v": "f16"}
@@ -56,16 +57,17 @@ def greedy_of(model: Any) -> list[int]:
 
 def measure(name: str, folder: Path, types: Sequence[str]) -> dict[str, Any]:
     """A row of the table."""
-    model = write_checkpoint(folder / "hf", name, tied=name in TIED)
+    hf = folder / "hf"
+    model = write_relative(hf, name) if name in RELATIVES else write_checkpoint(hf, name, tied=name in TIED)
     expected = logits_of(model, TOKENS)
-    path = convert(folder / "hf", folder / "f32.gguf", "F32").paths[0]
+    path = convert(hf, folder / "f32.gguf", "F32").paths[0]
     logits, found = edgert_logits(path)
     row: dict[str, Any] = {"family": name, "transformers": _divergence(expected, logits)}
     row["llama.cpp"] = _llama_cpp(path, expected)
     row["equal"] = sum(a == b for a, b in zip(found, greedy_of(model), strict=True))
     for kind in types:
         out = folder / f"{kind}.gguf"
-        quantize(folder / "hf", out, budget=kind, calibration=(), n_threads=1)
+        quantize(hf, out, budget=kind, calibration=(), n_threads=1)
         exact = Reference(out, n_ctx=N_CTX).logits(TOKENS)
         row[kind] = _divergence(exact, edgert_logits(out)[0])
         row[f"{kind} llama.cpp"] = _llama_cpp(out, exact)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from relatives import RELATIVES, write_relative
 
 from edgert import backends
 from edgert.backends.base import Batch
-from edgert.errors import ModelFileError, UnsupportedFormatError
+from edgert.errors import EdgertError, ModelFileError, UnsupportedFormatError
 from edgert.quantize import architecture
 from edgert.quantize.checkpoint.families import FAMILIES
 from edgert.quantize.convert import convert
@@ -209,6 +210,39 @@ def test_exaone_as_transformers_saves_it(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert lost(tmp_path / "hf", logits_of(model, TOKENS)) < 1e-9
     assert opened(tmp_path / "hf")["general.architecture"] == "exaone"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_a_model_without_a_head_embeds(name: str, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "whole", name)
+    model.model.save_pretrained(tmp_path / "bare")
+    write_tokenizer(tmp_path / "bare", "qwen2")
+    with open_source(tmp_path / "whole") as whole, open_source(tmp_path / "bare") as bare:
+        assert set(whole.tensors) - set(bare.tensors) == {"output.weight"}
+        assert bare.notices == ["there is no head, without which a model embeds texts and should write none"]
+        for key, tensor in bare.tensors.items():
+            np.testing.assert_array_equal(tensor.dequantize(), whole.tensors[key].dequantize())
+
+
+ODD = (None, True, -1, 0, 3, 1e300, "x", [], [1, 2], {}, {"a": 1}, 2**40)
+
+
+@pytest.mark.parametrize("name", ["internlm2", "hunyuan-moe", "qwen3vlmoe"])
+def test_odd_values_of_config_are_refused_or_do_not_matter(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    written(folder, name)
+    whole = json.loads((folder / "config.json").read_text())
+    parts = [(), *[(part,) for part in ("text_config", "rope_parameters") if part in whole]]
+    places = [(part, key) for part in parts for key in (whole[part[0]] if part else whole)]
+    rng = random.Random(8)
+    for part, key in rng.choices([*places, ((), "thinker_config"), ((), "rope_scaling")], k=20):
+        document = json.loads(json.dumps(whole))
+        (document[part[0]] if part else document)[key] = rng.choice(ODD)
+        (folder / "config.json").write_text(json.dumps(document))
+        try:
+            opened(folder)
+        except EdgertError as error:
+            assert str(error).endswith(".")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,14 @@ from edgert.quantize.checkpoint.families.names import (
 
 LLAMA = Family(
     "llama",
-    ("LlamaForCausalLM", "MistralForCausalLM", "InternLM3ForCausalLM", "IQuestCoderForCausalLM"),
+    (
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "InternLM3ForCausalLM",
+        "IQuestCoderForCausalLM",
+        "LlamaModel",
+        "MistralModel",
+    ),
     rotated=True,
     llama_keys=True,
     scalings=("llama3",),
@@ -147,8 +154,8 @@ DENSE = (
         llama_keys=True,
         scalings=("llama3",),
     ),
-    Family("qwen2", ("Qwen2ForCausalLM",)),
-    Family("qwen3", ("Qwen3ForCausalLM",), head_size=128),
+    Family("qwen2", ("Qwen2ForCausalLM", "Qwen2Model")),
+    Family("qwen3", ("Qwen3ForCausalLM", "Qwen3Model"), head_size=128),
     Family(
         "phi3",
         ("Phi3ForCausalLM",),
