@@ -16,9 +16,14 @@ from tiny import FAMILIES, write_tiny
 from edgert.errors import EdgertError, ModelFileError, UnsupportedFormatError
 from edgert.quantize import architecture
 from edgert.quantize.architecture import Architecture, Rope, describe
+from edgert.quantize.checkpoint.families import FAMILIES as CONVERTED
 from edgert.quantize.gguf_file import GGUFFile
 
 Make = Callable[..., Architecture]
+
+
+def test_what_runs_can_be_converted() -> None:
+    assert set(architecture.FAMILIES) == {family.name for family in CONVERTED}
 
 
 @pytest.fixture
