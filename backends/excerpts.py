@@ -93,7 +93,8 @@ def steps(
     """
     n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
     facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in file.paths]
-    key = json.dumps([facts, backend, options, n_threads, choice.build_of(backend), probe.probe().model_name])
+    here = [n_threads, choice.build_of(backend), probe.probe().model_name, LONG, DEPTH]
+    key = json.dumps([facts, backend, options, *here])
     notes = Notes("excerpts")
     found = None if fresh else _noted(notes.get(key))
     if found is None:
