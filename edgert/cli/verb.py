@@ -47,7 +47,8 @@ FLAGS |= {
 }
 
 TYPED = "edgert.typed"  # the words of the command line, for who must name one of them
-NAMES = FIELDS | LOADING  # of a parameter -> of what edgert takes it for
+# of a parameter -> of what edgert takes it for
+NAMES = FIELDS | LOADING | {"type_name": "type", "tensor_types": "tensor_type"}
 
 
 def unknown(name: str, known: list[str]) -> click.UsageError:
