@@ -11,10 +11,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import edgert
 from edgert.quantize.gguf_file import GGUFFile
+from edgert.quantize.quantizer import quantize
 from edgert.tokenizer import Tokenizer
 
 Runner = Callable[..., str]
@@ -99,6 +101,24 @@ def test_distill_draft(run: Runner, smollm2_path: Path, tmp_path: Path) -> None:
     assert len(rows.read_text().splitlines()) > 30
     with edgert.load(smollm2_path, draft=out, spec="draft", spec_min=2, spec_max=2, n_ctx=256) as model:
         assert model.generate("Hello", max_tokens=8, temperature=0).stats.draft_n > 0
+
+
+@pytest.mark.slow
+def test_a_draft_that_learned_on_the_grid_of_q4_0_loses_nothing_to_it(
+    run: Runner, smollm2_path: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    rows, out, packed = tmp_path / "rows.jsonl", tmp_path / "draft.gguf", tmp_path / "q4_0.gguf"
+    draw = random.Random(0)
+    chats = [{"ids": [draw.randrange(100, 110) for _ in range(40)], "n_prompt": 8, "heat": 0.0} for _ in range(30)]
+    rows.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+    arguments = ["distill_draft.py", str(smollm2_path), "--out", str(out), "--rows", str(rows), "--only", "learn"]
+    run("distill_draft.py", [*arguments, "--qat", "--minutes", "0.1", "--device", "cpu"])
+    quantize(out, packed, budget="q4_0", embedding_type="q4_0", calibration=())
+    with GGUFFile.open(out) as learned, GGUFFile.open(packed) as kept:
+        for name, tensor in learned.tensors.items():
+            assert kept.tensors[name].format.name == ("F32" if "norm" in name else "Q4_0")
+            assert np.array_equal(tensor.dequantize(), kept.tensors[name].dequantize())
 
 
 def test_every_sample_has_its_test() -> None:
