@@ -51,7 +51,9 @@ def test_both_engines_compute_the_same(name: str, tmp_path: Path) -> None:
     with closing(backends.load(tmp_path / "m.gguf", backend="cpu", **options)) as backend:
         logits = backend.forward(Batch.of(TOKENS, 0, 0, "all")).copy()
     lost = kl_divergence(expected, logits)  # the cache is rounded to 16 bits, so that a token may take another expert
-    assert np.median(lost) < 1e-5 and lost.mean() < 1e-3
+    with open_source(tmp_path / "hf") as source:
+        n_layer = source.describe().n_layer  # each of which adds to the rounding: baichuan has 32
+    assert np.median(lost) < 3e-6 * n_layer and lost.mean() < 1e-3
     assert kl_divergence(expected, llama_cpp_logits(tmp_path / "m.gguf", TOKENS)).mean() < LLAMA_CPP.get(name, 1e-9)
 
 
