@@ -88,8 +88,8 @@ class Planner:
     def room(self, budget: Budget, n_header: int) -> int:
         """The bytes that a budget leaves the tensors that are open.
 
-        Bits per weight that the smallest types have by themselves (4.25 where blocks of 256 divide the rows, else 4.5)
-        are taken as a wish for these: the vectors, floats in any case, then come on top.
+        Bits per weight that the smallest types have by themselves (4.5) are taken as a wish for these: the vectors,
+        floats in any case, then come on top.
 
         n_header:  bytes of the file that are not tensors
 

@@ -1,17 +1,16 @@
 """Files of edgert quantize beside llama-quantize's of the same size, judged on held-out text by both sides' tools.
 
     python tests/bench/quantizer.py SOURCE BASE.gguf --llama BIN --calibration C.jsonl --calibration V.txt \
-        --text T.txt --text H.jsonl [--types "Q4_K_M,Q4_K_S,IQ4_NL,Q4_0,--pure Q4_K"] [--chunks 16] [--noise 0.1] \
-        [--keep DIR]
+        --text T.txt --text H.jsonl [--types Q4_K_M,Q4_K_S,IQ4_NL,Q4_0] [--chunks 16] [--noise 0.1] [--keep DIR]
 
 SOURCE is what edgert quantizes, BASE.gguf the same weights as BF16 for llama.cpp, written where it does not exist. BIN
 is a folder with llama-quantize and, for its judgement, llama-perplexity. Both sides take one importance matrix, which
 edgert collects from the calibration texts; edgert gets as its budget the bytes of llama-quantize's file. A .jsonl text
 is chats, rendered with the model's template; llama-perplexity reads the same rendering as plain text.
 
-A type may have flags of llama-quantize before it. A SOURCE that was quantized before flatters whoever finds its grid
-again. --noise adds so much of each matrix's standard deviation to BASE, which edgert then quantizes too. Figures
-are printed as they come; with --keep a run that is stopped goes on where it was.
+A type may have flags of llama-quantize before it ("--pure Q5_K"). A SOURCE that was quantized before flatters whoever
+finds its grid again. --noise adds so much of each matrix's standard deviation to BASE, which edgert then quantizes too.
+Figures are printed as they come; with --keep a run that is stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -170,7 +169,7 @@ def remembered(path: Path) -> Callable[[str, Callable[[], Figures]], Figures]:
 @click.option("--llama", "tools", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
 @click.option("--calibration", multiple=True, type=click.Path(exists=True, path_type=Path), required=True)
 @click.option("--text", "texts", multiple=True, type=click.Path(exists=True, path_type=Path), required=True)
-@click.option("--types", default="Q4_K_M,Q4_K_S,IQ4_NL,Q4_0,--pure Q4_K", show_default=True)
+@click.option("--types", default="Q4_K_M,Q4_K_S,IQ4_NL,Q4_0", show_default=True)
 @click.option("--chunks", "n_chunks", default=16, show_default=True)
 @click.option("--imatrix-chunks", default=100, show_default=True, help="Chunks that the importances are collected on.")
 @click.option("--tokens", default=50_000, show_default=True, help="Tokens that edgert calibrates on at most.")
