@@ -411,6 +411,7 @@ def test_interrupted_before_it_began(environment: dict[str, str], tmp_path: Path
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**environment, "PYTHONPATH": path},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     ) as child:
         assert child.stdout and child.stdout.readline() == b"importing\n"
         child.send_signal(signal.SIGINT)

@@ -21,6 +21,7 @@ from edgert.backends.base import Batch
 from edgert.backends.onnx import providers, store
 from edgert.backends.onnx.packing import PACKINGS
 from edgert.backends.onnx.style import Style
+from edgert.devices import accelerators
 from edgert.errors import BackendUnavailableError, EdgertError, ModelFileError, UnsupportedFormatError
 from edgert.quantize.formats import FORMATS
 from edgert.quantize.gguf_file import GGUFFile
@@ -227,11 +228,19 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tiny_model: Callable[..
 
 
 @needs_onnx
+@pytest.mark.parametrize(("here", "said"), [(True, ".*pip install"), (False, "this machine has no NPU of .*nothing")])
 @pytest.mark.parametrize("device", ["qnn", "openvino:npu"])
-def test_a_device_that_is_not_here_says_what_is_missing(tiny_model: Callable[..., Path], device: str) -> None:
+def test_a_device_that_is_not_here_says_what_is_missing(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, device: str, here: bool, said: str
+) -> None:
     if importlib.util.find_spec("onnxruntime_qnn") or "OpenVINO" in str(providers.runtime().get_available_providers()):
         pytest.skip("its package is installed")
-    with pytest.raises(BackendUnavailableError, match=r"cannot be used: .*pip install"):
+    monkeypatch.setattr(
+        accelerators,
+        "lack",
+        lambda *_: ("", "") if here else ("this machine has no NPU of that maker", accelerators.NOTHING),
+    )
+    with pytest.raises(BackendUnavailableError, match=f"cannot be used: {said}"):
         backends.load(tiny_model("llama"), backend="onnx", device=device)
 
 

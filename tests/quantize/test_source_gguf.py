@@ -14,8 +14,9 @@ from test_gguf_writer import METADATA, TENSORS, fill
 from tiny import FAMILIES
 
 from edgert.errors import ModelFileError, UnsupportedFormatError
+from edgert.quantize.checkpoint.rows import neighbours
 from edgert.quantize.checkpoint.safetensors import Entry, SafetensorsFile
-from edgert.quantize.checkpoint.tensors import CheckpointTensor, neighbours
+from edgert.quantize.checkpoint.tensors import CheckpointTensor
 from edgert.quantize.gguf_value import Kind, Value
 from edgert.quantize.gguf_writer import Writer
 from edgert.quantize.source import open_source
