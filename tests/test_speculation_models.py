@@ -300,8 +300,9 @@ def test_guesses_are_checked_in_one_walk_as_in_three_calls(tiny_model: Tiny, tem
         logits = target.extend(apart[n - 1 : n + count].tolist(), n - 1, 0)
         expected = sampler.follow(logits, apart, n)
         target.truncate(0, n - 1)
-        found = model.guess_and_check(0, tokens, n, sampler, stakes)
-        assert found is not None
+        rounds = model.rounds(0, tokens, n, sampler, stakes, None, 1, stakes.most)
+        assert rounds is not None
+        [found] = rounds
         assert found[0].tolist() == shares.tolist() and found[1:] == (count, expected)
         assert tokens[n : n + 6].tolist() == apart[n : n + 6].tolist()
         tokens[n : n + len(expected)] = expected
@@ -393,14 +394,14 @@ def test_a_lone_request_is_checked_in_the_walk_of_its_guesses(
     tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    original = DraftModel.guess_and_check
+    original = DraftModel.rounds
 
     def counted(self: DraftModel, *arguments: Any) -> Any:
         found = original(self, *arguments)
         calls.append(found)
         return found
 
-    monkeypatch.setattr(DraftModel, "guess_and_check", counted)
+    monkeypatch.setattr(DraftModel, "rounds", counted)
     parameters: dict[str, Any] = {"temperature": 0, "max_tokens": 90, "ignore_eos": True}
     with edgert.load(tiny_model("llama"), spec="off") as model:
         expected = model.generate(PROMPT, **parameters).tokens

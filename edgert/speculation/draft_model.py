@@ -57,24 +57,6 @@ class DraftModel:
             return shares
         return self._guess_in_turn(sequence, tokens, n, sampler, stakes)
 
-    def guess_and_check(
-        self,
-        sequence: int,
-        tokens: NDArray[np.int32],
-        n: int,
-        sampler: Sampler,
-        stakes: Stakes,
-        owner: object = None,
-    ) -> Round | None:
-        """`guess`, then the target's step that checks as many guesses as pay, and the choice of tokens.
-
-        returns:  None where only `guess` will do
-
-        Raises: as `guess`.
-        """
-        found = self.rounds(sequence, tokens, n, sampler, stakes, owner, 1, stakes.most)
-        return found[0] if found else None
-
     def rounds(
         self,
         sequence: int,
@@ -86,9 +68,11 @@ class DraftModel:
         most_rounds: int,
         reach: int,
     ) -> list[Round] | None:
-        """Several times `guess_and_check`, each for the text that the one before gave.
+        """`guess`, then the target's step that checks as many guesses as pay, and the choice of tokens; then the same
+        for the text with these, up to so many times.
 
-        reach:  tokens that may be guessed behind the first n in all rounds together
+        reach:    tokens that may be guessed behind the first n in all rounds together
+        returns:  None where only `guess` will do
 
         Raises: as `guess`.
         """

@@ -242,13 +242,9 @@ class Speculator:
             if self._curious:
                 stakes = replace(stakes, ease=CURIOUS, further=1)
             if together and model.checks:
+                most_rounds, reach = self._most_rounds(request), task.most_guesses
                 arguments = slot.sequence, slot.tokens, n, task.sampler, stakes, request
-                at_once = self._rounds_at_once(request)
-                if at_once > 1:
-                    found = model.rounds(*arguments, at_once, task.most_guesses)
-                else:
-                    found = (one := model.guess_and_check(*arguments)) and [one]
-                if found is not None:
+                if (found := model.rounds(*arguments, most_rounds, reach)) is not None:
                     return self._checked(task, request, found, model.times)
             shares = model.guess(slot.sequence, slot.tokens, n, task.sampler, stakes, request).tolist()
         except EdgertError:  # the draft's memory is full, or its weights are damaged: the target goes on alone
@@ -264,7 +260,7 @@ class Speculator:
         del kinds[count:]
         return count
 
-    def _rounds_at_once(self, request: Request) -> int:
+    def _most_rounds(self, request: Request) -> int:
         """How many rounds are to be one walk: in all but the first the draft alone guesses, by the same stakes."""
         if self.least:
             return 1
