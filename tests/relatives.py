@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoints import EXPERTS, ROPE, make_model, write_tokenizer
+from checkpoint_configs import EXPERTS, ROPE
+from checkpoints import make_model, write_tokenizer
 
 Weights = dict[str, np.ndarray]
 _LLAMA_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import SIZES, make_model
+from checkpoint_configs import SIZES
+from checkpoints import make_model
 from gguf import GGMLQuantizationType as Type
 from llama_oracle import llama_cpp_logits, llama_cpp_tokens
 from reference import Reference, kl_divergence

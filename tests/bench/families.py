@@ -21,7 +21,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoints import CONFIGS, MIXTURES, SEEING, TIED, logits_of, write_checkpoint
+from checkpoint_configs import CONFIGS, MIXTURES, SEEING, TIED
+from checkpoints import logits_of, write_checkpoint
 from llama_oracle import llama_cpp_logits
 from reference import Reference, kl_divergence
 from relatives import RELATIVES, write_relative

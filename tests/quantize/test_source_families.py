@@ -11,7 +11,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from checkpoints import CONFIGS, TIED, logits_of, write_checkpoint
+from checkpoint_configs import CONFIGS, TIED
+from checkpoints import logits_of, write_checkpoint
 from llama_oracle import llama_cpp_logits
 from reference import Reference, kl_divergence
 

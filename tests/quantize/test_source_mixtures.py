@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import MIXTURES, logits_of, write_checkpoint
+from checkpoint_configs import MIXTURES
+from checkpoints import logits_of, write_checkpoint
 from llama_oracle import llama_cpp_logits
 from reference import Reference, kl_divergence
 

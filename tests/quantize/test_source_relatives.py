@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import LONG_ROPE, ROPE, SEEING, SIZES, logits_of, write_checkpoint, write_tokenizer
+from checkpoint_configs import LONG_ROPE, ROPE, SEEING, SIZES
+from checkpoints import logits_of, write_checkpoint, write_tokenizer
 from llama_oracle import llama_cpp_logits
 from reference import Reference, kl_divergence
 from relatives import RELATIVES, write_relative

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import GEMMA3, HEADS, NO_PAD, PARTIAL, ROPE, SIZES, WIDE, logits_of, write_tokenizer
+from checkpoint_configs import GEMMA3, HEADS, NO_PAD, PARTIAL, ROPE, SIZES, WIDE
+from checkpoints import logits_of, write_tokenizer
 from reference import Reference, kl_divergence
 
 from edgert.errors import UnsupportedFormatError
