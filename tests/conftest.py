@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # OpenBLAS' threads wait for each other by spinning: beside the engine's threads, on few cores, the small products of
@@ -51,6 +53,13 @@ def compilers() -> Iterator[None]:
 
     with compilers_that_stay(min(MOST, processors())):  # who runs beside this process waits for the same kernels
         yield
+
+
+@pytest.fixture(autouse=True)
+def seeds(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Samplers that are given no seed draw the same ones in every run of a test: it passes always or never."""
+    draws = random.Random(request.node.nodeid)
+    monkeypatch.setattr("edgert.sampler.secrets", SimpleNamespace(randbits=draws.getrandbits))
 
 
 def _real_model(name: str) -> Path:
