@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,11 +18,13 @@ from edgert.backends.cpu.copies import Keeper
 from edgert.backends.cpu.footprint import N_BATCH, check_fit
 from edgert.backends.cpu.graph import Graph
 from edgert.backends.cpu.isa import select
-from edgert.backends.cpu.layouts import BLOCK, CACHE_TYPES, CODECS, PAGE, WINDOW
+from edgert.backends.cpu.layouts import CACHE_TYPES, CODECS, PAGE, WINDOW
 from edgert.backends.cpu.memory import aligned
 from edgert.backends.cpu.model_weights import pack_model
 from edgert.backends.cpu.parts import Walk
+from edgert.backends.cpu.requirements import check_runs, sees_shifts
 from edgert.backends.cpu.sampling import NAMES as SAMPLING_KERNELS
+from edgert.backends.cpu.sessions import Sessions, fingerprint
 from edgert.backends.cpu.step import (
     N_NARROW,
     N_TOKENS,
@@ -32,15 +33,15 @@ from edgert.backends.cpu.step import (
     N_WIDE,
     SPARE,
     Shape,
+    wide_first,
 )
 from edgert.backends.cpu.tape import Op, Reads, Tape
 from edgert.backends.cpu.team import KERNELS as TEAM_KERNELS
 from edgert.backends.cpu.team import Team
 from edgert.backends.cpu.weights import FLOAT_CODECS, Packer, encode, pack_rows
-from edgert.backends.sessions import check_facts
 from edgert.devices import probe
-from edgert.errors import DoesNotFitError, RequestError, SessionError, UnsupportedFormatError
-from edgert.quantize.architecture import Architecture, describe
+from edgert.errors import DoesNotFitError, UnsupportedFormatError
+from edgert.quantize.architecture import describe
 from edgert.quantize.gguf_file import Model
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,6 @@ FEW_HEADS = (
     "%s has one key-value head in a layer, and a q4_0 cache may change its answers (mean KL divergence above 0.05 in "
     "long texts, measured on Gemma3-270M): q8_0 is safe."
 )
-SESSION_LAYOUT = 1  # of pages; another number where saved pages would no longer mean the same
 
 
 class CpuBackend(Backend):
@@ -90,7 +90,7 @@ class CpuBackend(Backend):
         described = describe(file)
         self.n_ctx = n_ctx or described.n_ctx_train
         a = self.architecture = described.for_context(self.n_ctx)
-        _check(file, a, self.n_ctx)
+        check_runs(file, a, self.n_ctx)
         self.isa = select(isa)
         self.n_vocab = a.n_vocab
         whole = -(-self.n_ctx // WINDOW) * WINDOW  # an encoder reads a text at once
@@ -110,7 +110,7 @@ class CpuBackend(Backend):
             logger.warning(FEW_HEADS, file.path)
         n_positions = n_cached or self.n_ctx * n_seq_max
         check_fit(file, a, n_positions, self.n_ctx, types, weights_as, probe.probe().memory_available)
-        self._fingerprint = _fingerprint(file, a)
+        model = fingerprint(file, a)  # before packing drops the file's pages
         self._progress = progress
         self._closed = False
         self._keeper: Keeper | None = None
@@ -136,9 +136,10 @@ class CpuBackend(Backend):
             self._n_logits = sum(matrix.n_panels * self.isa.lanes for matrix in weights.output)
             self._logits = aligned(4).view(np.float32).reshape(1, 1)
             self._compile_usual()
-            if CACHE_TYPES[types[0]].refined and not _sees_shifts(a):
+            if CACHE_TYPES[types[0]].refined and not sees_shifts(a):
                 self._center_keys()
-            self.fingerprint = repr(sorted(self._session_facts().items()))
+            self._sessions = Sessions(self._cache, self.n_ctx, model, self._graph.attention.key_means)
+            self.fingerprint = repr(sorted(self._sessions.facts.items()))
             self._keeper = packer.keep()
         except BaseException:
             self.close()
@@ -250,7 +251,7 @@ class CpuBackend(Backend):
         self._check_batch(batch)
         for sequence, length in self._growth(batch).items():
             self._cache.grow(sequence, length)
-        order, n_wide = _wide_first(batch)
+        order, n_wide = wide_first(batch.sequences, batch.positions)
         graph = self._graph
         tokens, positions, slots, wanted = batch.tokens, batch.positions, batch.sequences, batch.wanted
         if order is not None:
@@ -404,38 +405,13 @@ class CpuBackend(Backend):
 
     def save(self, sequence: int, length: int) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
         self._check_reach(sequence, length)
-        pools, chunks = self._cache.save(sequence, length)
-        return self._session_facts() | {"length": length, "pools": pools}, chunks
-
-    def _session_facts(self) -> dict[str, Any]:
-        """What must be equal for one backend to take another's pages."""
-        means = hashlib.sha256(self._graph.attention.key_means.tobytes()).hexdigest()
-        return {
-            "backend": "cpu",
-            "layout": SESSION_LAYOUT,
-            "model": self._fingerprint,
-            "type_k": self._cache.type_k,
-            "type_v": self._cache.type_v,
-            "key_means": means,
-        }
+        return self._sessions.save(sequence, length)
 
     def check_saved(self, facts: Mapping[str, Any], n_tokens: int, n_bytes: int) -> None:
-        check_facts(self._session_facts(), facts, n_tokens, self.n_ctx)
-        try:
-            sound = self._cache.matches(facts["pools"], n_tokens, n_bytes)
-        except (KeyError, TypeError, ValueError):
-            sound = False
-        if not sound:
-            raise SessionError("The session's pages are not those of this model's cache.")
+        self._sessions.check(facts, n_tokens, n_bytes)
 
     def restore(self, sequence: int, facts: Mapping[str, Any], data: NDArray[np.uint8]) -> None:
-        length = int(facts["length"])
-        self.check_saved(facts, length, data.nbytes)
-        if self._cache.lengths[sequence]:
-            raise ValueError(f"sequence {sequence} is not empty")
-        if self._cache.missing({sequence: length}):
-            raise DoesNotFitError(f"The cache has no room for the session's {length} positions: end a sequence.")
-        self._cache.restore(sequence, facts["pools"], length, data)
+        self._sessions.restore(sequence, facts, data)
 
     def memory(self) -> dict[str, int]:
         return {
@@ -451,60 +427,3 @@ class CpuBackend(Backend):
         if self._owns_team:
             self._team.close()
         self._closed = True
-
-
-def _wide_first(batch: Batch) -> tuple[NDArray[np.int64] | None, int]:
-    """An order of the rows with all whole windows first, and how many rows these are; None: as they are."""
-    n = len(batch)
-    if n < WINDOW:
-        return None, 0
-    keys = batch.sequences.astype(np.int64) << 40 | batch.positions.astype(np.int64) // WINDOW
-    windows, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
-    wide = (counts == WINDOW)[inverse]
-    n_wide = int(wide.sum())
-    if not n_wide:
-        return None, 0
-    if wide[:n_wide].all() and len(windows) and (np.diff(keys[:n_wide]) >= 0).all():
-        return None, n_wide
-    narrow = np.flatnonzero(~wide)
-    wide_rows = np.flatnonzero(wide)
-    return np.concatenate([wide_rows[np.argsort(keys[wide_rows], kind="stable")], narrow]), n_wide
-
-
-def _sees_shifts(a: Architecture) -> bool:
-    """Whether adding the same to all scores of a query changes its attention."""
-    return bool(a.attn_logit_softcapping) or any(layer.has("attn_sinks") for layer in a.layers)
-
-
-def _check(file: Model[Any], a: Architecture, n_ctx: int) -> None:
-    """What the kernels take for granted."""
-    n_positions = a.outer.get("position_embd.weight", (n_ctx,))[0]
-    if n_ctx > n_positions:
-        raise RequestError("n_ctx", f"is {n_ctx}, and the model's table of positions ends after {n_positions}")
-    reasons = []
-    if a.head_dim % 16:
-        reasons.append(f"heads of {a.head_dim} (not a multiple of 16)")
-    if any(layer.head_dim % BLOCK for layer in a.layers if layer.head_dim != a.head_dim):
-        reasons.append(f"smaller heads in some layers that are not multiples of {BLOCK}")
-    sizes = sorted({a.n_embd, *(size for layer in a.layers for size in (layer.n_ff, layer.n_head * layer.head_dim))})
-    sizes += [a.n_embd_per_layer] * (a.n_embd_per_layer > 0)
-    sizes += sorted({layer.experts.n_ff for layer in a.layers if layer.experts})
-    if any(size % BLOCK for size in sizes):
-        reasons.append(f"sizes {', '.join(map(str, sizes))} that are not multiples of {BLOCK}")
-    for layer in a.layers:
-        row = layer.tensors.get("attn_k_norm.weight", (0,))[-1]
-        if row > layer.head_dim and row % BLOCK:
-            reasons.append(f"norms of {row} keys (not a multiple of {BLOCK})")
-            break
-    if reasons:
-        raise UnsupportedFormatError(f"{file.path} needs {' and '.join(reasons)}, which the cpu backend lacks.")
-
-
-def _fingerprint(file: Model[Any], a: Architecture) -> str:
-    """A hash of the architecture and of the first row of each tensor."""
-    digest = hashlib.sha256(repr(a).encode())
-    for name in sorted(file.tensors):
-        tensor = file.tensor(name)
-        digest.update(f"{name} {tensor.shape}".encode())
-        digest.update(np.ascontiguousarray(tensor.rows(0, 1), np.float32).tobytes())
-    return digest.hexdigest()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.cpu.layouts import CODECS
+from edgert.backends.cpu.layouts import CODECS, WINDOW
 
 if TYPE_CHECKING:
     from edgert.backends.cpu.weights import Matrix
@@ -57,6 +57,24 @@ class Shape:
     narrow: int  # width of the narrow rows' products, 0: none, BYTE_TILES: by int8 tiles
     wanted: int  # width of the head's product, 0: no logits, BYTE_TILES or TILE_TOKENS: by tiles
     private: bool
+
+
+def wide_first(sequences: NDArray[np.int32], positions: NDArray[np.int32]) -> tuple[NDArray[np.int64] | None, int]:
+    """An order of a step's rows with all whole windows first, and how many rows these are; None: as they are."""
+    n = len(sequences)
+    if n < WINDOW:
+        return None, 0
+    keys = sequences.astype(np.int64) << 40 | positions.astype(np.int64) // WINDOW
+    windows, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    wide = (counts == WINDOW)[inverse]
+    n_wide = int(wide.sum())
+    if not n_wide:
+        return None, 0
+    if wide[:n_wide].all() and len(windows) and (np.diff(keys[:n_wide]) >= 0).all():
+        return None, n_wide
+    narrow = np.flatnonzero(~wide)
+    wide_rows = np.flatnonzero(wide)
+    return np.concatenate([wide_rows[np.argsort(keys[wide_rows], kind="stable")], narrow]), n_wide
 
 
 class FewTokens:
