@@ -23,9 +23,10 @@ MOST = 8  # processes side by side, each of which may hold 1 GB
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that tests say `from tiny import write_tiny`
 
 # A busy machine fails no test: nothing is asserted of how long an example takes. Fixtures are not changed by examples.
-settings.register_profile(
-    "edgert", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+# The examples are those of the run before: who looks for new ones says `--hypothesis-profile search`.
+usual = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+settings.register_profile("edgert", usual, derandomize=True)
+settings.register_profile("search", usual, derandomize=False)
 settings.load_profile("edgert")
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from edgert.options import SamplingParams
 
 BOS, EOS, END_OF_TURN = 256, 257, 258
 N_VOCAB = 260
+PATIENCE = 120.0  # seconds after which something is held not to come any more, on the busiest machine
 
 Rule = Callable[[list[int]], int]
 """From all tokens of a sequence to the next one."""
@@ -186,19 +188,32 @@ def backend_of(model: Model) -> FakeBackend:
     return model.backend
 
 
-def wait_for(condition: Any, seconds: float = 5) -> None:
-    """Until the condition holds."""
+@contextlib.contextmanager
+def held(backend: FakeBackend, after: int = 0) -> Iterator[threading.Event]:
+    """Stops a backend within the block, after so many steps: what a test does there comes before the next one.
+
+    Yields what is set when it has stopped. However busy the machine is, nothing is missed and nothing comes too early.
+    """
+    stopped, go_on, usual, left = threading.Event(), threading.Event(), backend.before_forward, iter(range(after))
+
+    def hold(batch: Batch) -> None:
+        if next(left, None) is None:
+            stopped.set()
+            go_on.wait(PATIENCE)
+        if usual:
+            usual(batch)
+
+    backend.before_forward = hold
+    try:
+        yield stopped
+    finally:
+        backend.before_forward = usual
+        go_on.set()
+
+
+def wait_for(condition: Any, seconds: float = PATIENCE) -> None:
+    """Until the condition holds; what never does is told after a time that no busy machine takes."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.001)
-
-
-def quickest(work: Callable[[], object], tries: int = 5) -> float:
-    """Seconds of the best of some tries: what else the machine has to do makes some of them slower, not all."""
-    found = []
-    for _ in range(tries):
-        began = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - began)
-    return min(found)

@@ -10,9 +10,9 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,14 +38,14 @@ needs_llama = pytest.mark.skipif(
 
 
 class Recorder(Backend):
-    """A backend that writes down the steps it is asked for, and takes a given time for each token."""
+    """A backend that writes down the steps it is asked for, and takes a given time of a clock for each token."""
 
-    def __init__(self, n_batch: int = 16, seconds: float = 0.0) -> None:
+    def __init__(self, n_batch: int = 16, seconds: float = 0.0, clock: SimpleNamespace | None = None) -> None:
         self.n_vocab, self.n_ctx, self.n_batch, self.n_seq_max = 50, 1000, n_batch, 1
         self.capabilities = frozenset()
         self.verdict = Verdict("test", "test", "test", "test")
         self.steps: list[tuple[int, int, int]] = []  # first position, tokens, wanted
-        self.seconds = seconds
+        self.seconds, self.clock = seconds, clock or SimpleNamespace(now=0.0)
         self._length = 0
 
     def forward(self, batch: Batch) -> NDArray[np.float32]:
@@ -54,7 +54,7 @@ class Recorder(Backend):
         assert batch.tokens.max() < self.n_vocab
         self._length += len(batch)
         self.steps.append((int(batch.positions[0]), len(batch), int(batch.wanted.sum())))
-        time.sleep(self.seconds * len(batch))
+        self.clock.now += self.seconds * len(batch)
         return np.zeros((int(batch.wanted.sum()), self.n_vocab), np.float32)
 
     def length(self, sequence: int) -> int:
@@ -91,22 +91,31 @@ def test_decode_takes_single_steps_with_logits() -> None:
     assert backend.steps == [(0, 1, 1), (1, 1, 1), (2, 1, 1)]
 
 
-def test_what_stands_before_is_computed_once_and_not_timed() -> None:
-    backend = Recorder(seconds=0.001)
-    runner = Runner(backend)
-    first = runner.run(Test(0, 2, n_depth=40))
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The runner's clock, which steps of a Recorder move on and nothing else."""
+    fake = SimpleNamespace(now=0.0)
+    fake.perf_counter_ns = lambda: round(1e9 * fake.now)
+    monkeypatch.setattr(runner, "time", fake)
+    return fake
+
+
+def test_what_stands_before_is_computed_once_and_not_timed(clock: SimpleNamespace) -> None:
+    backend = Recorder(seconds=0.001, clock=clock)
+    tests = Runner(backend)
+    first = tests.run(Test(0, 2, n_depth=40))
     assert backend.steps == [(0, 16, 0), (16, 16, 0), (32, 8, 0), (40, 1, 1), (41, 1, 1)]
     backend.steps.clear()
-    again = runner.run(Test(0, 2, n_depth=40))
+    again = tests.run(Test(0, 2, n_depth=40))
     assert backend.steps == [(40, 1, 1), (41, 1, 1)]
-    assert max(first, again) < 0.03e9  # 40 tokens would take 0.04 s
+    assert first == again == 2_000_000
     backend.steps.clear()
-    runner.run(Test(5, 0, n_depth=50))
+    tests.run(Test(5, 0, n_depth=50))
     assert backend.steps == [(42, 8, 0), (50, 5, 1)]
 
 
-def test_time_is_of_the_test() -> None:
-    assert 0.02e9 <= Runner(Recorder(seconds=0.001)).run(Test(0, 20)) < 0.2e9
+def test_time_is_of_the_test(clock: SimpleNamespace) -> None:
+    assert Runner(Recorder(seconds=0.001, clock=clock)).run(Test(0, 20)) == 20_000_000
 
 
 def test_warm_up_is_short_but_fills_the_cache() -> None:

@@ -8,47 +8,51 @@ import threading
 import time
 
 import pytest
-from fake import backend_of, fake_model, wait_for
+from fake import PATIENCE, backend_of, fake_model, held, wait_for
 
 from edgert.reply import Progress
 
 
 def test_cancel_from_another_thread_ends_within_one_step() -> None:
-    with fake_model(delay=0.01) as model:
-        stream = model.generate("long", True)
-        next(stream)
-        timer = threading.Timer(0.05, stream.cancel)
-        timer.start()
+    with fake_model() as model:
+        backend = backend_of(model)
+        with held(backend, after=5) as stopped:
+            stream = model.generate("long", True)
+            assert stopped.wait(PATIENCE)
+            thread = threading.Thread(target=stream.cancel)
+            thread.start()
+            thread.join()
         reply = stream.reply()
-        timer.join()
         assert reply.finish_reason == "cancelled"
-        assert 0 < len(reply.tokens) < 12
+        assert len(backend.batches) == 6  # that on its way was the last
+        assert 5 <= len(reply.tokens) <= 6
         assert reply.stats.predicted_n == len(reply.tokens)
-        n = len(backend_of(model).batches)
         time.sleep(0.05)
-        assert len(backend_of(model).batches) == n
+        assert len(backend.batches) == 6
 
 
 def test_cancel_between_the_chunks_of_a_prompt() -> None:
-    with fake_model(n_ctx=4000, n_batch=10, delay=0.005) as model:
-        stream = model.generate("y" * 3000, True)
-        wait_for(lambda: len(backend_of(model).batches) > 2)
-        stream.cancel()
+    with fake_model(n_ctx=4000, n_batch=10) as model:
+        with held(backend_of(model), after=3) as stopped:
+            stream = model.generate("y" * 3000, True)
+            assert stopped.wait(PATIENCE)
+            stream.cancel()
         reply = stream.reply()
         assert (reply.text, reply.finish_reason) == ("", "cancelled")
-        assert 0 < reply.stats.prompt_n < 200
+        assert reply.stats.prompt_n == 40
         # what was read is not lost
         again = model.generate("y" * 40, max_tokens=1)
         assert again.stats.cache_n > 0
 
 
 def test_cancelled_in_the_queue_never_runs() -> None:
-    with fake_model(n_seq_max=1, delay=0.002) as model:
-        first = model.generate("first", True, max_tokens=50)
-        next(first)
-        queued = [model.generate(f"queued{i}", True, max_tokens=5) for i in range(5)]
-        for stream in queued:
-            stream.cancel()
+    with fake_model(n_seq_max=1) as model:
+        with held(backend_of(model), after=2):
+            first = model.generate("first", True, max_tokens=50)
+            next(first)
+            queued = [model.generate(f"queued{i}", True, max_tokens=5) for i in range(5)]
+            for stream in queued:
+                stream.cancel()
         assert {stream.reply().finish_reason for stream in queued} == {"cancelled"}
         assert len(first.reply().tokens) == 50
         assert backend_of(model).n_evaluated == len(model.tokenize("first")) + 49
@@ -80,15 +84,18 @@ def test_an_interruption_of_the_reader_ends_the_request(what: str) -> None:
                 raise KeyboardInterrupt
 
             stream = model.generate("a", True, on_progress=fail)
-        else:
-            signal.signal(signal.SIGALRM, signal.default_int_handler)
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(KeyboardInterrupt) as kept:
-            if stream is None:
-                model.logits([1] * 99_000) if what == "logits" else model.generate("a")
-            elif what == "reply":
-                stream.reply()
-            else:
-                list(stream)
+        usual = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt) as kept:
+                if what != "on_progress":
+                    signal.setitimer(signal.ITIMER_REAL, 0.1)
+                if stream is None:
+                    model.logits([1] * 99_000) if what == "logits" else model.generate("a")
+                elif what == "reply":
+                    stream.reply()
+                else:
+                    list(stream)
+        finally:
+            signal.signal(signal.SIGALRM, usual)
         wait_for(lambda: not model._engine._work.tasks and not len(model._engine._queue))
         assert kept.value and model.generate("b", max_tokens=2).finish_reason == "length"

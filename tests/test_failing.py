@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from fake import FakeBackend, backend_of, fake_model, hashed
+from fake import FakeBackend, backend_of, fake_model, hashed, held
 
 from edgert.errors import DoesNotFitError, EdgertError
 from edgert.model import Model
@@ -37,11 +37,12 @@ def test_a_failure_during_a_stream_is_not_taken_for_an_end() -> None:
 def test_an_engine_that_breaks_says_so_to_all_and_takes_no_more_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with fake_model(n_seq_max=1, delay=0.002) as model:
-        running, queued = (model.generate(text, True, max_tokens=30) for text in ("a", "b"))
-        next(running)
+    with fake_model(n_seq_max=1) as model:
         monkeypatch.setattr(threading, "excepthook", lambda _: None)
-        monkeypatch.setattr(backend_of(model), "length", lambda _: 1 / 0)
+        with held(backend_of(model), after=2):
+            running, queued = (model.generate(text, True, max_tokens=30) for text in ("a", "b"))
+            next(running)
+            monkeypatch.setattr(backend_of(model), "length", lambda _: 1 / 0)
         assert running.reply().finish_reason == "length"
         with pytest.raises(EdgertError, match="closed"):
             queued.reply()
@@ -103,8 +104,8 @@ def test_a_full_cache_costs_idle_prefixes_first() -> None:
 def test_who_lacks_room_in_the_cache_waits_and_loses_nothing() -> None:
     with fake_model(n_seq_max=4, n_ctx=200, n_batch=30, delay=0.0003) as model:
         alone = {f"{i}" * 60: model.generate(f"{i}" * 60, max_tokens=90) for i in range(5)}
-        bound(model, 200)
-        streams = {prompt: model.generate(prompt, True, max_tokens=90) for prompt in alone}
+        with held(bound(model, 200)):
+            streams = {prompt: model.generate(prompt, True, max_tokens=90) for prompt in alone}
         for prompt, stream in streams.items():
             reply = stream.reply()
             assert (reply.text, reply.finish_reason) == (alone[prompt].text, "length")
@@ -163,7 +164,7 @@ def test_a_crowd_that_asks_cancels_and_fails_at_random() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join()
         assert wrong == []
         assert sum(n_done) == 8 * 40
         assert min(n_done) > 0

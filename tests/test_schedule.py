@@ -244,11 +244,11 @@ def read(pace: Pace, machine: Machine, n_replies: int, n_prompt: int, window: in
     return gaps
 
 
-MACHINES = {
-    "tiles": Machine(2.3e-3, 0.25e-3, 0.7e-6, 0.25),
-    "slow": Machine(60e-3, 8e-3, 4e-6, 0.8),
-    "much too slow": Machine(0.5, 0.1, 5e-5, 0.9),
-    "memory is the bottleneck": Machine(10e-3, 0.1e-3, 1e-7, 1.0),
+MACHINES: dict[str, tuple[float, float, float, float]] = {
+    "tiles": (2.3e-3, 0.25e-3, 0.7e-6, 0.25),
+    "slow": (60e-3, 8e-3, 4e-6, 0.8),
+    "much too slow": (0.5, 0.1, 5e-5, 0.9),
+    "memory is the bottleneck": (10e-3, 0.1e-3, 1e-7, 1.0),
 }
 
 
@@ -256,7 +256,7 @@ MACHINES = {
 @pytest.mark.parametrize("n_replies", [1, 8])
 @pytest.mark.parametrize("name", MACHINES)
 def test_replies_wait_three_times_as_long_at_most_or_what_nobody_minds(name: str, n_replies: int, window: int) -> None:
-    machine, comfort = MACHINES[name], 0.04
+    machine, comfort = Machine(*MACHINES[name]), 0.04
     pace = Pace(512, window, 3.0, comfort)
     read(pace, machine, 0, 200, window)
     usual = []
@@ -273,7 +273,7 @@ def test_replies_wait_three_times_as_long_at_most_or_what_nobody_minds(name: str
 
 def test_a_window_is_not_torn_where_it_is_read_soon_enough() -> None:
     """Then a prompt is computed beside others as it is alone."""
-    machine = MACHINES["tiles"]
+    machine = Machine(*MACHINES["tiles"])
     pace = Pace(512, 64, 3.0, 0.04)
     read(pace, machine, 0, 640, 64)
     for _ in range(9):

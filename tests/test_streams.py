@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import pytest
-from fake import backend_of, fake_model, wait_for
+from fake import PATIENCE, backend_of, fake_model, wait_for
 
 from edgert.errors import EdgertError
 from edgert.model import Model
@@ -55,7 +55,7 @@ def test_all_threads_that_read_a_stream_come_to_its_end() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(PATIENCE)
         assert len(n_read) == 4 and sum(n_read) == 20
 
         def fail(batch: Any) -> None:
@@ -74,7 +74,7 @@ def test_all_threads_that_read_a_stream_come_to_its_end() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
         assert len(errors) == 1
 
@@ -101,7 +101,7 @@ def test_a_forked_child_is_told_to_load_the_model_itself() -> None:
             finally:
                 os._exit(code)
         try:
-            wait_for(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG), 20)
+            wait_for(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG))
         finally:
             os.kill(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)

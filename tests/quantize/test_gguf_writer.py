@@ -372,15 +372,20 @@ def test_a_link_is_followed(tmp_path: Path):
 
 KILLED = """
 import sys
-sys.path[:0] = sys.argv[2:]
+at_last = int(sys.argv[2])  # the tensor before which it waits to be killed
+sys.path[:0] = sys.argv[3:]
 import numpy as np
 from test_gguf_writer import BIG, METADATA, Writer, content
 with Writer(sys.argv[1], METADATA, BIG, split_max_size=3 << 20, resume=True) as writer:
     print("ready", flush=True)
-    for tensor in BIG:
+    for i, tensor in enumerate(BIG):
         if tensor[0] in writer.pending:
+            if i >= at_last:
+                sys.stdin.read()
             for row in content(tensor):
                 writer.write(tensor[0], row)
+    if at_last < len(BIG):
+        sys.stdin.read()
 print("end", flush=True)
 """
 BIG: list[TensorPlan] = [(f"blk.{i}.weight", (400, 4096), FORMATS["Q4_0"]) for i in range(12)]
@@ -397,9 +402,13 @@ def test_killed_at_many_moments(tmp_path: Path, moments: int, split: bool):
         path.write_bytes(b"old")
     rng = random.Random(1)
     n_killed = n_done = 0
-    args = [sys.executable, "-c", script, str(path), str(Path(__file__).parent), *sys.path]
-    for _ in range(moments):
-        with subprocess.Popen(args, stdout=subprocess.PIPE, text=True) as process:
+
+    def arguments(at_last: int) -> list[str]:
+        return [sys.executable, "-c", script, str(path), str(at_last), str(Path(__file__).parent), *sys.path]
+
+    for i in range(moments):
+        at_last = len(BIG) if i % 2 else rng.randrange(len(BIG))  # every other one may come to its end
+        with subprocess.Popen(arguments(at_last), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             time.sleep(rng.uniform(0, 0.03))
@@ -415,7 +424,7 @@ def test_killed_at_many_moments(tmp_path: Path, moments: int, split: bool):
             check(first, BIG)  # killed after the rename
             first.unlink()
     assert n_killed >= moments // 2
-    subprocess.run(args, check=True, capture_output=True)
+    subprocess.run(arguments(len(BIG)), check=True, capture_output=True)
     check(first, BIG)
     assert leftovers(tmp_path) == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import http.client
 import json
 import socket
@@ -12,9 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from fake import PATIENCE, wait_for
+
 from edgert.model import Model
 from edgert.server import running
-from edgert.server.registry import Spec
+from edgert.server.registry import FOREVER, Spec
 from edgert.server.service import Service, Settings
 from edgert.template import ChatTemplate
 
@@ -53,7 +56,7 @@ class Server:
         self, method: str, path: str, body: bytes | None = None, **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers (lower case) and body of one request."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=PATIENCE)
         with contextlib.closing(connection):
             connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
             answer = connection.getresponse()
@@ -114,12 +117,12 @@ def serving(
         wait_for(lambda: listening or failed)
         assert not failed, failed
         server = Server(service, "127.0.0.1", int(listening[0].rpartition(":")[2]))
-        wait_for(lambda: service.registry.default.loaded or failed, 120)  # kernels may have to be compiled
+        wait_for(lambda: service.registry.default.loaded or failed)  # kernels may have to be compiled
         assert not failed, failed
         yield server
     finally:
         runner.stop()
-        thread.join(30)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 
@@ -133,11 +136,20 @@ def serving_model(model: Model, settings: Settings | None = None, end: str = "\n
         yield server
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.002)
+def soon(seconds: float, work: Callable[[], object], tries: int = 100) -> bool:
+    """Whether work takes no longer: on a busy machine one try may be held up, not all."""
+    for _ in range(tries):
+        began = time.perf_counter()
+        work()
+        if time.perf_counter() - began < seconds:
+            return True
+    return False
+
+
+def impatient(server: Server, seconds: float) -> None:
+    """From now on requests wait for their turn, or for a model, so long: those before have begun in peace."""
+    server.service.settings = dataclasses.replace(server.service.settings, queue_timeout=seconds)
+    server.service.registry._line._seconds = seconds or FOREVER
 
 
 def open_stream(server: Server, **body: Any) -> socket.socket:

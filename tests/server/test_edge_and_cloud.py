@@ -16,6 +16,7 @@ from typing import Any
 
 import openai
 import pytest
+from fake import PATIENCE
 
 import edgert
 
@@ -31,7 +32,7 @@ def serving(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     command = [sys.executable, "-m", "edgert", "serve", "--port", "0", "-t", "1", "-np", "2", "--spec-type", "off"]
     process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True, env=dict(os.environ))
     assert process.stderr
-    watchdog = threading.Timer(240, process.kill)
+    watchdog = threading.Timer(2 * PATIENCE, process.kill)
     watchdog.start()
     url = ""
     try:
@@ -51,7 +52,7 @@ def serving(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
 def ask(url: str, messages: Any, **fields: Any) -> tuple[int, Any]:
     body = json.dumps({"messages": messages} | GREEDY | fields).encode()
     try:
-        with urllib.request.urlopen(f"{url}/v1/chat/completions", body, timeout=120) as answer:
+        with urllib.request.urlopen(f"{url}/v1/chat/completions", body, timeout=PATIENCE) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
@@ -85,7 +86,7 @@ def test_an_edge_and_its_cloud(smollm2_path: Path) -> None:
         streamed = "".join(chunk.choices[0].delta.content or "" for chunk in raw.parse() if chunk.choices)
         assert streamed == expected.choices[0].message.content
         cloud.terminate()
-        cloud.wait(30)
+        cloud.wait(PATIENCE)
         status, error = ask(near, LONG)
         assert status == 400 and error["error"]["code"] == "context_length_exceeded"  # the edge's own
         assert ask(near, SHORT)[0] == 200

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from fake import fake_model, hashed, says
-from harness import Server, line_template, open_stream, serving, serving_model, wait_for
+from harness import Server, impatient, line_template, open_stream, serving, serving_model, wait_for
 from test_leaving import endless, fake, idle
 
 from edgert.errors import EdgertError
@@ -49,10 +49,11 @@ def test_what_is_too_long_goes_upstream() -> None:
 def test_what_waits_too_long_goes_upstream(stream: bool) -> None:
     with (
         serving_model(fake_model(says("from afar"))) as cloud,
-        serving_model(endless(n_seq_max=1), Settings(queue_timeout=0.2), upstream=far(cloud)) as edge,
+        serving_model(endless(n_seq_max=1), upstream=far(cloud)) as edge,
     ):
         first = open_stream(edge)
         wait_for(lambda: fake(edge).n_evaluated > 20)
+        impatient(edge, 0.2)
         if stream:
             events = edge.events(CHAT, messages=HI)
             assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == "from afar"

@@ -6,7 +6,6 @@ import base64
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from fake import PATIENCE
 from harness import Server, serving, wait_for
 
 import edgert
@@ -64,9 +64,12 @@ def test_texts_are_not_read_for_who_has_left(
 ) -> None:
     data, backend = json.dumps(body).encode(), tiny.model().backend
 
+    left = threading.Event()
+
     def slow(usual: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
         def slowly(batch: Batch) -> Any:
-            time.sleep(0.03)  # some ten seconds for all of it
+            if read():
+                left.wait(PATIENCE)  # until the server has noticed
             return usual(batch)
 
         return slowly
@@ -81,9 +84,10 @@ def test_texts_are_not_read_for_who_has_left(
     with socket.create_connection((tiny.host, tiny.port)) as connection:
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         connection.sendall(head.encode() + data)
-        wait_for(read, 30)
-    wait_for(lambda: not tiny.service.admission.inside, 5)
-    wait_for(lambda: not tiny.model().snapshot().n_running + tiny.model().snapshot().n_waiting, 5)
+        wait_for(read)
+    wait_for(lambda: not tiny.service.admission.inside)
+    left.set()
+    wait_for(lambda: not tiny.model().snapshot().n_running + tiny.model().snapshot().n_waiting)
     assert read() < 200 * len(body.get("input") or body["prompt"])  # half of it
 
 

@@ -142,8 +142,9 @@ def test_loading_and_unloading(tiny: Server) -> None:
     assert loaded() == ["one", "two"]
     assert client.generate("two", "", keep_alive=0).done_reason == "unload"
     wait_for(lambda: loaded() == ["one"])
-    client.generate("two", "hello", options={"num_predict": 2}, keep_alive="300ms")
+    client.generate("two", "hello", options={"num_predict": 2})
     assert loaded() == ["one", "two"]
+    client.generate("two", "hello", options={"num_predict": 2}, keep_alive="300ms")
     wait_for(lambda: loaded() == ["one"])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import ANSWER
-from fake import fake_model, says
+from fake import PATIENCE, fake_model, says
 from harness import Server, serving_model
 
 from edgert.server.service import Settings
@@ -69,7 +69,7 @@ def page(browser: Any) -> Iterator[Any]:
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(1e3 * PATIENCE)
     yield page
     context.close()
     assert not [problem for problem in problems if "Failed to load resource" not in problem]
@@ -102,6 +102,7 @@ def test_a_chat(server: Server, page: Any) -> None:
 
 def test_the_pages_own_policy_lets_it_work(server: Server, browser: Any) -> None:
     page = browser.new_page()
+    page.set_default_timeout(1e3 * PATIENCE)
     problems: list[str] = []
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     page.goto(server.url)
@@ -141,7 +142,7 @@ def test_stopping(browser: Any, page: Any, how: str) -> None:
         page.wait_for_function("document.getElementById('status').textContent === 'Stopped.'")
         from harness import wait_for
 
-        wait_for(lambda: not server.service.admission.inside, 2)
+        wait_for(lambda: not server.service.admission.inside)
         assert page.is_enabled("#send")
 
 

@@ -5,84 +5,96 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from harness import Server, open_stream, serving, wait_for
+from fake import PATIENCE, backend_of, held
+from harness import Server, impatient, open_stream, serving, wait_for
 from shelf import Shelf, names, text
 
 from edgert.server import room
 from edgert.server.registry import Place, Spec
-from edgert.server.service import Settings
-
-SLOW = {"delay": 0.01}
-
-
-@contextmanager
-def asked(server: Server, *requests: tuple[str, dict[str, Any]]) -> Iterator[list[Future[str]]]:
-    """Requests in work, each of which came when the one before it was inside."""
-    with ThreadPoolExecutor(len(requests)) as pool:
-        found = []
-        for model, fields in requests:
-            inside = server.service.admission.inside
-            found.append(pool.submit(text, server, model, **fields))
-            wait_for(lambda inside=inside: server.service.admission.inside > inside)  # type: ignore[misc]
-        yield found
-
 
 LONG = {"max_tokens": 60, "ignore_eos": True}
 FREELY: dict[str, Any] = {}
 
 
+class Asked(list[Future[str]]):
+    """Requests in work, in their order."""
+
+    def __init__(self, go_on: Callable[[], None]) -> None:
+        self.go_on = go_on
+
+    def answers(self) -> list[str]:
+        """What they were told, once the first may go on."""
+        self.go_on()
+        return [future.result(PATIENCE) for future in self]
+
+
+@contextmanager
+def asked(server: Server, *requests: tuple[str, dict[str, Any]]) -> Iterator[Asked]:
+    """Requests, each of which came when the one before it was inside; the first one's model stands still until then."""
+    with ThreadPoolExecutor(len(requests)) as pool, ExitStack() as standing:
+        stopped = standing.enter_context(held(backend_of(server.model(requests[0][0]))))
+        found = Asked(standing.close)
+        for model, fields in requests:
+            inside = server.service.admission.inside
+            found.append(pool.submit(text, server, model, **fields))
+            wait_for(lambda inside=inside: server.service.admission.inside > inside)  # type: ignore[misc]
+            wait_for(stopped.is_set)
+        yield found
+
+
 @pytest.mark.parametrize("by", ["count", "memory"])
 def test_a_model_in_use_is_waited_for_and_makes_room(shelf: Shelf, by: str) -> None:
     shelf.most = 1 if by == "memory" else 99
-    specs = [Spec("a", "a", SLOW), Spec("b", "b")]
+    specs = [Spec("a", "a"), Spec("b", "b")]
     with serving(specs, shelf, models_max=1 if by == "count" else 0) as server:
-        with asked(server, ("a", LONG), ("b", FREELY)) as (long, other):
+        with asked(server, ("a", LONG), ("b", FREELY)) as requests:
             time.sleep(0.1)
-            assert names(server) == ["a"] and not long.done() and not other.done()
-            assert len(long.result(10)) == 60  # it loses nothing
-            assert other.result(10) == "I am b"
+            assert names(server) == ["a"] and not any(request.done() for request in requests)
+            long, other = requests.answers()
+            assert len(long) == 60 and other == "I am b"  # the first loses nothing
         assert names(server) == ["b"]
         assert text(server, "a") == "I am a"
 
 
 def test_who_waits_too_long_for_a_model_is_told_so(shelf: Shelf) -> None:
-    specs = [Spec("a", "a", SLOW), Spec("b", "b")]
-    with serving(specs, shelf, Settings(queue_timeout=0.2), models_max=1) as server:
-        with asked(server, ("a", LONG)) as (long,):
+    with serving([Spec("a", "a"), Spec("b", "b")], shelf, models_max=1) as server:
+        with asked(server, ("a", LONG)) as requests:
+            impatient(server, 0.2)
             status, headers, data = server.raw("POST", "/v1/completions", b'{"prompt": "x", "model": "b"}')
             assert status == 503 and int(headers["retry-after"]) >= 1 and b"became idle" in data
-            assert len(long.result(10)) == 60
+            assert [len(answer) for answer in requests.answers()] == [60]
+        impatient(server, 0)
         assert text(server, "b") == "I am b"
 
 
 def test_they_are_served_in_the_order_in_which_they_came(shelf: Shelf) -> None:
-    with serving([Spec(name, name, SLOW) for name in "abcd"], shelf, models_max=1) as server:
-        with asked(server, ("a", LONG), ("c", FREELY), ("b", FREELY), ("d", FREELY)) as answers:
-            assert [answer.result(10) for answer in answers[1:]] == ["I am c", "I am b", "I am d"]
+    with serving([Spec(name, name) for name in "abcd"], shelf, models_max=1) as server:
+        with asked(server, ("a", LONG), ("c", FREELY), ("b", FREELY), ("d", FREELY)) as requests:
+            assert requests.answers()[1:] == ["I am c", "I am b", "I am d"]
         assert shelf.loads == ["a", "c", "b", "d"]
 
 
 def test_those_who_wait_for_one_model_share_it(shelf: Shelf) -> None:
-    with serving([Spec("a", "a", SLOW), Spec("b", "b")], shelf, models_max=1) as server:
-        with asked(server, ("a", LONG), *[("b", FREELY)] * 5) as answers:
-            assert {answer.result(10) for answer in answers[1:]} == {"I am b"}
+    with serving([Spec("a", "a"), Spec("b", "b")], shelf, models_max=1) as server:
+        with asked(server, ("a", LONG), *[("b", FREELY)] * 5) as requests:
+            assert set(requests.answers()[1:]) == {"I am b"}
         assert shelf.loads == ["a", "b"]
 
 
 def test_who_leaves_while_waiting_costs_nobody_a_model(shelf: Shelf) -> None:
-    with serving([Spec("a", "a", SLOW), Spec("b", "b")], shelf, models_max=1) as server:
-        with asked(server, ("a", LONG)) as (long,):
+    with serving([Spec("a", "a"), Spec("b", "b")], shelf, models_max=1) as server:
+        with asked(server, ("a", LONG)) as requests:
             connection = open_stream(server, model="b")
             wait_for(lambda: server.service.admission.inside == 2)
             connection.close()
             wait_for(lambda: server.service.admission.inside == 1)
-            assert len(long.result(10)) == 60
+            assert [len(answer) for answer in requests.answers()] == [60]
         assert text(server, "a") == "I am a"
         assert shelf.loads == ["a"]
 
@@ -93,7 +105,7 @@ def test_a_model_whose_caller_left_while_it_was_loaded_is_kept(shelf: Shelf) -> 
     def load(source: Any, **options: Any) -> Any:
         if source == "b":
             begun.set()
-            hold.wait(10)
+            hold.wait(PATIENCE)
         return shelf(source, **options)
 
     with serving([Spec("a", "a"), Spec("b", "b")], load) as server:
@@ -130,7 +142,7 @@ def test_requests_that_end_all_the_time_do_not_put_the_turn_off(monkeypatch: pyt
 
 def test_a_model_that_is_never_idle_lets_others_have_their_turn(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "TURN", 0.1)
-    with serving([Spec("a", "a", SLOW), Spec("b", "b")], shelf, models_max=1) as server:
+    with serving([Spec("a", "a", {"delay": 0.01}), Spec("b", "b")], shelf, models_max=1) as server:
         ended = threading.Event()
 
         def crowd() -> int:
@@ -147,4 +159,4 @@ def test_a_model_that_is_never_idle_lets_others_have_their_turn(shelf: Shelf, mo
                 assert text(server, "b") == "I am b"
             finally:
                 ended.set()
-            assert all(answer.result(10) for answer in answers)
+            assert all(answer.result(PATIENCE) for answer in answers)

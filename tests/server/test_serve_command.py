@@ -13,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fake import PATIENCE
 
 
 def chat(url: str, **fields: object) -> dict[str, object]:
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0} | fields)
-    with urllib.request.urlopen(f"{url}/v1/chat/completions", body.encode(), timeout=60) as answer:
+    with urllib.request.urlopen(f"{url}/v1/chat/completions", body.encode(), timeout=PATIENCE) as answer:
         found: dict[str, object] = json.loads(answer.read())
         return found
 
@@ -37,7 +38,7 @@ def test_from_its_start_to_its_end(tiny_model: Callable[..., Path], tmp_path: Pa
     command = [sys.executable, "-m", "edgert", "serve", "--config", str(config), "--verbose"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"EDGERT_QUEUE": "3"})
     assert process.stderr
-    watchdog = threading.Timer(120, process.kill)
+    watchdog = threading.Timer(2 * PATIENCE, process.kill)
     watchdog.start()
     lines: list[str] = []
     try:
@@ -48,7 +49,7 @@ def test_from_its_start_to_its_end(tiny_model: Callable[..., Path], tmp_path: Pa
         url = next(line.split()[-1] for line in lines if line.startswith("listening on "))
         assert chat(url)["model"] == "a"
         assert chat(url, model="b")["model"] == "b"
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=PATIENCE) as answer:
             about = {model["id"]: model["meta"] for model in json.load(answer)["data"]}
         assert about["a"]["n_ctx"] == 200
         assert about["b"]["n_ctx"] == 300
@@ -56,7 +57,7 @@ def test_from_its_start_to_its_end(tiny_model: Callable[..., Path], tmp_path: Pa
         assert "1 thread:" in about["b"]["verdict"]
         process.send_signal(signal.SIGTERM)
         lines += process.stderr.readlines()
-        assert process.wait(20) in (0, -signal.SIGTERM)
+        assert process.wait(PATIENCE) in (0, -signal.SIGTERM)
         text = "".join(lines)
         assert "Traceback" not in text
         assert "POST /v1/chat/completions 200" in text
@@ -76,7 +77,7 @@ def test_a_port_that_is_taken(tiny_model: Callable[..., Path]) -> None:
         taken.listen()
         command = [sys.executable, "-m", "edgert", "serve", "-m", str(tiny_model("llama", n_ctx=512)), "--port"]
         done = subprocess.run(
-            [*command, str(taken.getsockname()[1])], capture_output=True, text=True, timeout=60, check=False
+            [*command, str(taken.getsockname()[1])], capture_output=True, text=True, timeout=PATIENCE, check=False
         )
     assert done.returncode == 1
     assert "cannot be listened on" in done.stderr
