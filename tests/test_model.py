@@ -91,7 +91,7 @@ model = edgert.load({str(tiny_model("llama"))!r}, n_ctx=512)
 stream = model.generate("x", stream=True, ignore_eos=True)
 print(next(stream).finish_reason)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
 
 

