@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -74,6 +75,17 @@ class Tensor:
         if start < 0 or start + n > self.n_bytes:
             raise ValueError(f"{self.name} has {self.n_bytes} bytes: no {n} bytes at {start}")
         self._shard.read_into(buffer, self.offset + start)
+
+    def lend(self, start: int, n: int) -> NDArray[np.uint8] | None:
+        """Bytes [start, start + n) in the memory in which the system keeps a file that is held; None if it does not.
+
+        They are to be taken back, lest they count as this process' memory.
+        """
+        return self._shard.lend(self.offset + start, n)
+
+    def take_back(self, start: int, n: int) -> None:
+        """Ends the use of n bytes that were lent."""
+        self._shard.take_back(self.offset + start, n)
 
     def forget(self, start: int, n: int) -> None:
         """Lets the system give up the memory in which it keeps n bytes of the tensor; from the disk they come back."""
@@ -241,6 +253,14 @@ class GGUFFile(Model[Tensor]):
     def raw_value(self, key: str) -> tuple[int, bytes]:
         """GGUF's type id of the key's value, and its bytes as they stand in the file."""
         return self._shards[0].raw_value(key)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """For as long as it lasts, those who want to write to the files wait, where the system can see to it."""
+        with contextlib.ExitStack() as stack:
+            for shard in self._shards:
+                stack.enter_context(shard.held())
+            yield
 
     def close(self) -> None:
         """Closes the files; arrays that look into them stay valid."""

@@ -11,8 +11,10 @@ import itertools
 import math
 import mmap
 import os
+import signal
 import stat
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,11 @@ from numpy.typing import NDArray
 from edgert.errors import ModelFileError, UnsupportedFormatError
 from edgert.quantize import file_kind
 from edgert.quantize.formats import BY_ID, FORMATS, REMOVED, Format
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _HEADER_BYTES = 24  # magic, version, two counts
 _DEFAULT_ALIGNMENT = 32
@@ -35,6 +42,9 @@ _MAX_HEADER = 1 << 27  # bytes before the weights
 _MAX_NAME = 65535  # bytes of a key or of a tensor's name
 _MAX_ALIGNMENT = 1 << 21  # a huge page
 _MAX_DIMS = 4
+
+_STEP = 1 << 20  # bytes, of which the system has all in memory if it has the first
+_POPULATE_READ = 22  # MADV_POPULATE_READ, of Linux 5.14 and later
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -100,6 +110,7 @@ class Shard:
         self.metadata: dict[str, Any] = {}
         self.tensors: list[TensorInfo] = []
         self._spans: dict[str, tuple[int, int, int]] = {}  # type id, begin and end of each value
+        self._leased = False
         self._fd, self.n_bytes = _open(path)
         try:
             self._map = _map(path, self._fd, self.n_bytes)
@@ -141,6 +152,41 @@ class Shard:
             if n == 0:
                 raise ModelFileError(f"{self.path} became shorter while it was read: load it again.")
             done += n
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """For as long as it lasts, those who want to write to the file wait, where the system can see to it."""
+        self._leased = self._fd >= 0 and _lease(self._fd, True)
+        try:
+            yield
+        finally:
+            if self._leased and self._fd >= 0:
+                _lease(self._fd, False)
+            self._leased = False
+
+    def lend(self, offset: int, n_bytes: int) -> NDArray[np.uint8] | None:
+        """Bytes of a file that is held, uint8, where the system keeps them; None if it does not, or somebody waits.
+
+        Of a file that could become shorter, bytes that are mapped are not safe to read.
+        """
+        if not self._leased or fcntl.fcntl(self._fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
+            return None
+        one = bytearray(1)
+        try:
+            for at in range(offset, offset + n_bytes, _STEP):
+                os.preadv(self._fd, [one], at, os.RWF_NOWAIT)
+            self._advise(_POPULATE_READ, offset, n_bytes)
+        except OSError:
+            return None
+        return self.view(offset, n_bytes)
+
+    def take_back(self, offset: int, n_bytes: int) -> None:
+        """Has bytes that were lent no longer count as memory of this process."""
+        self._advise(mmap.MADV_DONTNEED, offset, n_bytes)
+
+    def _advise(self, advice: int, offset: int, n_bytes: int) -> None:
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(advice, start, offset + n_bytes - start)
 
     def forget(self, offset: int, n_bytes: int) -> None:
         """Lets the system give up the memory in which it keeps bytes that were read, where it takes such advice."""
@@ -354,6 +400,20 @@ class Shard:
         for first, second in itertools.pairwise(ordered):
             if first.offset + first.n_bytes > second.offset:
                 raise self._damaged(f"the tensors {first.name!r} and {second.name!r} overlap")
+
+
+def _lease(fd: int, begin: bool) -> bool:
+    """Takes or ends a lease of a file that is read; whether that was done.
+
+    Source: fcntl(2), of Linux.
+    """
+    if not hasattr(fcntl, "F_SETLEASE"):
+        return False
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # nobody minds it; another would end the process
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK if begin else fcntl.F_UNLCK)
+        return True
+    return False
 
 
 def _open(path: Path) -> tuple[int, int]:

@@ -11,7 +11,8 @@ import ctypes
 import functools
 import mmap
 import sys
-import time
+import threading
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -20,8 +21,8 @@ from numpy.typing import NDArray
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)
 LARGE_PAGE = 2 << 20
-POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14 and later
-LARGE_AT_ONCE = 8  # large pages after which they are judged
+SMALL_AT_ONCE = 128 << 10  # bytes of small pages that are brought at a time: the cache still holds their zeros
+JUDGED = 8 * LARGE_PAGE  # bytes of fresh memory after which it is judged
 SLOW = 1e-3  # seconds of a processor for a large page, in which small ones of as many bytes can be had
 
 
@@ -37,54 +38,53 @@ def aligned(n_bytes: int) -> NDArray[np.uint8]:
 
 
 class FreshMemory:
-    """Brings memory into being just before it is written to: in large pages while these come quickly, else in small.
+    """How memory is brought into being just before it is written to: in large pages while these come quickly.
 
     A host that takes back what its guests leave free gives a small page sooner than a large one, up to ten times as
     soon. The system may make large ones of them later, when it has time.
 
+    pieces:  (first, last) addresses of the memory
     scarce:  whether small pages come slowly too, several times as slowly as those that were in use a moment ago
     """
 
-    def __init__(self) -> None:
-        self._works = sys.platform.startswith("linux")
+    def __init__(self, pieces: Sequence[tuple[int, int]]) -> None:
+        self._pieces = pieces
         self._large = True
-        self.scarce = False
-        self._pages: set[int] = set()
-        self._small: list[int] = []
         self._judged, self._seconds = 0, 0.0
+        self._lock = threading.Lock()
+        self.scarce = False
 
-    def touch(self, begin: int, end: int) -> None:
-        """Brings the addresses [begin, end) and what else their large pages hold into being; any thread may."""
-        fresh = set(range(begin // LARGE_PAGE, -(-end // LARGE_PAGE))) - self._pages
-        self._pages |= fresh
-        for page in sorted(fresh):
-            if self._works and not self._large:
-                self._works = _advise(page, mmap.MADV_NOHUGEPAGE)
-                self._small.append(page)
-            if self._works:
-                since = time.thread_time()  # in which no other process counts
-                self._works = _advise(page, POPULATE_WRITE)
-                self._judge(time.thread_time() - since)
+    @property
+    def unit(self) -> int:
+        """Bytes that are to be brought at a time."""
+        return LARGE_PAGE if self._large else SMALL_AT_ONCE
 
-    def _judge(self, seconds: float) -> None:
-        self._judged, self._seconds = self._judged + 1, self._seconds + seconds
-        if self._judged == LARGE_AT_ONCE:
-            slow = self._seconds >= LARGE_AT_ONCE * SLOW
-            self.scarce = self.scarce or (slow and not self._large)
-            self._large = self._large and not slow
+    def judge(self, n_bytes: int, seconds: float) -> None:
+        """Learns how long a processor took to bring some memory; any thread may tell."""
+        with self._lock:
+            self._judged, self._seconds = self._judged + n_bytes, self._seconds + seconds
+            if self._judged < JUDGED:
+                return
+            slow = self._seconds >= self._judged / LARGE_PAGE * SLOW
             self._judged, self._seconds = 0, 0.0
+            self.scarce = self.scarce or (slow and not self._large)
+            if slow and self._large:  # of all memory at once, as advice stops the threads that wait for some
+                self._advise("MADV_NOHUGEPAGE")
+                self._large = False
 
     def settle(self) -> None:
         """Says that no more memory is needed, and small pages may become large ones."""
-        for page in self._small:
-            _advise(page, mmap.MADV_HUGEPAGE)
-        self._small.clear()
+        if not self._large:
+            self._advise("MADV_HUGEPAGE")
+
+    def _advise(self, advice: str) -> None:
+        for begin, end in self._pieces:
+            _madvise()(begin, end - begin, getattr(mmap, advice))
 
 
-def _advise(page: int, advice: int) -> bool:
-    """Whether the system takes an advice about a large page."""
-    advised: int = _madvise()(page * LARGE_PAGE, LARGE_PAGE, advice)
-    return advised == 0
+def system_call() -> int:
+    """The address of madvise, where memory can be brought by it; else 0."""
+    return ctypes.cast(_madvise(), ctypes.c_void_p).value or 0 if sys.platform.startswith("linux") else 0
 
 
 @functools.cache
@@ -102,12 +102,15 @@ class Arena:
         self._piece = np.empty(0, np.uint8)
         self._used = 0
         self.n_bytes = 0
+        self.pieces: list[tuple[int, int]] = []  # (first, last) addresses
 
     def take(self, n_bytes: int) -> NDArray[np.uint8]:
         """Zeroed bytes at a multiple of 64."""
         if self._used + n_bytes > len(self._piece):
             self._piece = aligned(-(-n_bytes // self._piece_bytes) * self._piece_bytes)
             self._used = 0
+            begin = self._piece.ctypes.data
+            self.pieces.append((begin, begin + len(self._piece)))
         start = self._used
         self._used += n_bytes + 63 & ~63
         self.n_bytes += n_bytes

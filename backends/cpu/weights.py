@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 from edgert.backends.cpu import compiler, copies
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.layouts import BLOCK, CODEC_OF, CODECS, n_panels
-from edgert.backends.cpu.memory import Arena, FreshMemory
+from edgert.backends.cpu.memory import Arena, FreshMemory, system_call
 from edgert.backends.cpu.team import Team
 from edgert.errors import UnsupportedFormatError
 from edgert.quantize.formats import FORMATS, check_finite
@@ -22,6 +24,7 @@ from edgert.quantize.gguf_file import GGUFFile, Model
 
 # Of raw rows read at a time: the size of a core's own cache. With half as much, threads wait more.
 BUFFER_BYTES = 2 << 20
+TASK_BYTES = 8 << 20  # of raw rows that a thread takes at a time
 CHUNK_BYTES = 32 << 20  # of packed weights allocated at a time
 FLOAT_CODECS = ("f32", "f16", "bf16")
 
@@ -63,13 +66,6 @@ class Matrix:
     def names(self) -> tuple[str, ...]:
         """The tensors in it."""
         return tuple(dict.fromkeys(part.rows.name for part in self.parts))
-
-    def span(self, part: Part, row: int, n: int, lanes: int) -> tuple[int, int]:
-        """The addresses between which rows [row, row + n) of a part lie; `row` begins a panel of so many lanes."""
-        panel_bytes = self.data.nbytes // self.n_panels
-        first = part.first + row // lanes * part.step
-        last = min(first + n_panels(n, lanes) * part.step, self.n_panels)
-        return self.data.ctypes.data + first * panel_bytes, self.data.ctypes.data + last * panel_bytes
 
 
 class Packer:
@@ -237,15 +233,12 @@ class Packer:
         lanes, start = self._isa.lanes, part.rows.start
         tensor: Any = self._file.tensor(part.rows.name)
         if self._all_as:
-            rows_at_once = max(1, BUFFER_BYTES // (4 * matrix.n_cols * lanes)) * lanes
-            for row in range(0, part.rows.count, rows_at_once):
-                stop = min(row + rows_at_once, part.rows.count)
-                rows = encode(self._all_as, tensor.rows(start + row, start + stop))
+            for row, n in _pieces(part.rows.count, BUFFER_BYTES, 4 * matrix.n_cols, lanes):
+                rows = encode(self._all_as, tensor.rows(start + row, start + row + n))
                 pack_rows(self._team, self._isa, self._all_as.upper(), rows, matrix, part, row)
             return
-        at_once = max(1, BUFFER_BYTES // (tensor.row_bytes * lanes)) * lanes
-        for row in range(0, part.rows.count, at_once):
-            self._left.append((matrix, part, row, min(at_once, part.rows.count - row)))
+        for row, n in _pieces(part.rows.count, TASK_BYTES, tensor.row_bytes, lanes):
+            self._left.append((matrix, part, row, n))
 
     def finish(self) -> None:
         """Reads and packs what the matrices were made for: each thread takes the next rows, and none waits.
@@ -253,9 +246,10 @@ class Packer:
         Raises: ModelFileError for values that are NaN or infinite, or a file that has become shorter.
         """
         others = min(self._team.n_threads, len(self._left)) - 1
-        memory = FreshMemory() if self._arena.n_bytes >= copies.WORTHWHILE else None
+        memory = FreshMemory(self._arena.pieces) if self._arena.n_bytes >= copies.WORTHWHILE else None
+        held = self._file.held() if isinstance(self._file, GGUFFile) else contextlib.nullcontext()
         try:
-            with ThreadPoolExecutor(max(1, others), "edgert-pack") as pool:
+            with held, ThreadPoolExecutor(max(1, others), "edgert-pack") as pool:
                 helped = [pool.submit(self._work, memory) for _ in range(others)]
                 self._work(memory)
                 for future in helped:
@@ -273,22 +267,42 @@ class Packer:
                     matrix, part, row, n = self._left.popleft()
                 except IndexError:
                     return
-                if memory:
-                    memory.touch(*matrix.span(part, row, n, self._isa.lanes))
                 tensor = self._file.tensor(part.rows.name)
-                if len(buffer) < n * tensor.row_bytes:
-                    buffer = np.empty(n * tensor.row_bytes, np.uint8)
-                raw = buffer[: n * tensor.row_bytes].reshape(n, tensor.row_bytes)
-                tensor.read_into(raw, (part.rows.start + row) * tensor.row_bytes)
-                if not pack_rows(None, self._isa, tensor.format.name, raw, matrix, part, row):
-                    check_finite(tensor, raw)
+                begin, n_bytes = (part.rows.start + row) * tensor.row_bytes, n * tensor.row_bytes
+                lent = tensor.lend(begin, n_bytes)
+                if lent is not None:
+                    self._pack_raw(matrix, part, row, lent, memory)
+                    tensor.take_back(begin, n_bytes)
+                else:
+                    for at, few in _pieces(n, BUFFER_BYTES, tensor.row_bytes, self._isa.lanes):
+                        if len(buffer) < few * tensor.row_bytes:
+                            buffer = np.empty(few * tensor.row_bytes, np.uint8)
+                        raw = buffer[: few * tensor.row_bytes]
+                        tensor.read_into(raw, begin + at * tensor.row_bytes)
+                        self._pack_raw(matrix, part, row + at, raw, memory)
                 if memory and memory.scarce and self._key:
                     # The system's copy of these bytes serves as the memory of the next: from now on the packed copy
                     # is what is read.
-                    tensor.forget((part.rows.start + row) * tensor.row_bytes, raw.nbytes)
+                    tensor.forget(begin, n_bytes)
         except BaseException:
             self._left.clear()  # the other threads need not go on
             raise
+
+    def _pack_raw(
+        self, matrix: Matrix, part: Part, row: int, raw: NDArray[np.uint8], memory: FreshMemory | None
+    ) -> None:
+        """Packs the bytes of rows of the file, from row `row` of a part on. Raises: ModelFileError as `finish` does."""
+        tensor = self._file.tensor(part.rows.name)
+        rows = raw.reshape(-1, tensor.row_bytes)
+        if not pack_rows(None, self._isa, tensor.format.name, rows, matrix, part, row, memory):
+            check_finite(tensor, rows)
+
+
+def _pieces(n_rows: int, n_bytes: int, row_bytes: int, lanes: int) -> Iterator[tuple[int, int]]:
+    """(first row, rows) of pieces of about so many bytes, each of whole panels but for the last."""
+    at_once = max(1, n_bytes // (row_bytes * lanes)) * lanes
+    for row in range(0, n_rows, at_once):
+        yield row, min(at_once, n_rows - row)
 
 
 def _bias_of(name: str) -> str:
@@ -303,23 +317,37 @@ def _in_turn(bias: NDArray[np.float32], counts: Sequence[int], lanes: int) -> ND
 
 
 def pack_rows(
-    team: Team | None, isa: Isa, format: str, rows: NDArray[np.uint8], matrix: Matrix, part: Part, first_row: int = 0
+    team: Team | None,
+    isa: Isa,
+    format: str,
+    rows: NDArray[np.uint8],
+    matrix: Matrix,
+    part: Part,
+    first_row: int = 0,
+    memory: FreshMemory | None = None,
 ) -> bool:
     """Packs rows of a GGUF type, uint8 (n, row_bytes), into a tensor's place; first_row begins a panel.
 
-    team:  who shares the work; None: the calling thread alone
+    team:    who shares the work; None: the calling thread alone
+    memory:  how the place's memory is brought, by one thread
     Returns whether the floats in them (all, or scales and minima) are finite.
     """
     name = compiler.name_of("repack", format=format)
     address = compiler.addresses([name], isa)[name]
     panel = part.first + first_row // isa.lanes * part.step
-    where = [rows.ctypes.data, rows.shape[1], len(rows), matrix.n_cols, matrix.data.ctypes.data, panel, part.step, 0]
-    arguments = np.array(where, np.int64)
+    bring = [system_call(), memory.unit] if memory else [0, 1]
+    where = [rows.ctypes.data, *rows.shape[::-1], matrix.n_cols, matrix.data.ctypes.data, panel, part.step]
+    arguments = np.array([*where, *bring, 0, 0, 0], np.int64)
     if team:
         team.run(np.array([[address, arguments.ctypes.data, 1]], np.int64))
     else:
+        begun = time.thread_time()  # in which no other process counts
         compiler.Kernel(address)(0, 1, arguments.ctypes.data)
-    return not arguments[-1]
+        seconds = time.thread_time() - begun
+    flaws, waited, took = arguments[-3:].tolist()
+    if memory and took:
+        memory.judge(matrix.data.nbytes // matrix.n_panels * n_panels(len(rows), isa.lanes), seconds * waited / took)
+    return not flaws
 
 
 def encode(codec: str, values: NDArray[np.float32]) -> NDArray[np.uint8]:

@@ -70,9 +70,9 @@ def pack(isa: Isa, name: str, raw: np.ndarray, n_cols: int, flawed: bool = False
     codec = CODECS[CODEC_OF[name]]
     panels = -(-len(raw) // isa.lanes)
     packed = aligned(panels * codec.panel_bytes(n_cols, isa.lanes))
-    where = [raw.ctypes.data, raw.shape[1], len(raw), n_cols, packed.ctypes.data, 0, 1, 0]
-    arguments = run(isa, compiler.name_of("repack", format=name), where, n_threads=2)
-    assert bool(arguments[-1]) == flawed
+    where = [raw.ctypes.data, raw.shape[1], len(raw), n_cols, packed.ctypes.data, 0, 1]
+    arguments = run(isa, compiler.name_of("repack", format=name), [*where, 0, 1, 0, 0, 0], n_threads=2)
+    assert bool(arguments[-3]) == flawed
     return packed
 
 

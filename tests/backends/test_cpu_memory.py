@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import mmap
+import functools
 import subprocess
 import sys
 
 import pytest
 
-from edgert.backends.cpu import memory
-from edgert.backends.cpu.memory import ALIGNMENT, LARGE_AT_ONCE, LARGE_PAGE, Arena, FreshMemory, aligned
+from edgert.backends.cpu.memory import (
+    ALIGNMENT,
+    JUDGED,
+    LARGE_PAGE,
+    SLOW,
+    SMALL_AT_ONCE,
+    Arena,
+    FreshMemory,
+    aligned,
+)
 
 CHILD = r"""
 import ctypes
@@ -52,40 +60,39 @@ def test_large_pieces_begin_at_a_large_page() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="advises Linux")
-@pytest.mark.parametrize("slow", [0.0, 1e9], ids=["slow", "quick"])
-def test_large_pages_are_taken_while_they_come_quickly(slow: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they do not, small ones follow after a few; each page is brought once, and settling ends the advice."""
-    advice: list[tuple[int, int]] = []
-    monkeypatch.setattr(memory, "SLOW", slow)
-    monkeypatch.setattr(memory, "_advise", lambda page, what: not advice.append((page, what)))
-    page = 1000 * LARGE_PAGE
-    fresh = FreshMemory()
-    fresh.touch(page + 5, page + 2 * LARGE_AT_ONCE * LARGE_PAGE)
-    fresh.touch(page, page + 100)
-    brought = [number for number, what in advice if what == memory.POPULATE_WRITE]
-    assert brought == list(range(1000, 1000 + 2 * LARGE_AT_ONCE))
-    small = [number for number, what in advice if what == mmap.MADV_NOHUGEPAGE]
-    assert small == ([] if slow else brought[LARGE_AT_ONCE:])
-    assert fresh.scarce == (not slow)
+def test_large_pages_are_taken_while_they_come_quickly() -> None:
+    """Where they do not, small ones follow after a few, for all the memory; and settling ends that."""
+    data = aligned(16 * LARGE_PAGE)
+    begin = data.ctypes.data
+    flags = functools.partial(flags_of, begin)
+    fresh = FreshMemory([(begin, begin + data.nbytes)])
+    for _ in range(2 * JUDGED // LARGE_PAGE - 1):
+        fresh.judge(LARGE_PAGE, 0.9 * SLOW)
+    assert fresh.unit == LARGE_PAGE and "nh" not in flags() and not fresh.scarce
+    fresh.judge(2 * LARGE_PAGE, 0.0)  # the second judgement
+    fresh.judge(JUDGED - LARGE_PAGE, JUDGED / LARGE_PAGE * SLOW)
+    assert fresh.unit == LARGE_PAGE and "nh" not in flags()
+    fresh.judge(LARGE_PAGE, 0.0)
+    assert fresh.unit == SMALL_AT_ONCE and "nh" in flags() and not fresh.scarce
+    fresh.judge(JUDGED, 0.0)
+    assert not fresh.scarce
+    fresh.judge(JUDGED, JUDGED / LARGE_PAGE * SLOW)
+    assert fresh.unit == SMALL_AT_ONCE and fresh.scarce
     fresh.settle()
-    assert [number for number, what in advice if what == mmap.MADV_HUGEPAGE] == small
+    assert "nh" not in flags() and "hg" in flags()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="advises Linux")
-def test_memory_that_was_brought_holds_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On pages of both sizes; and where the system refuses, as old ones do, nothing changes."""
-    for slow in (0.0, 1e9):
-        monkeypatch.setattr(memory, "SLOW", slow)
-        data = aligned(4 * LARGE_AT_ONCE * LARGE_PAGE)
-        fresh = FreshMemory()
-        fresh.touch(data.ctypes.data, data.ctypes.data + data.nbytes // 2)
-        assert not data.any()
-        data[:] = 7
-        fresh.settle()
-        assert (data == 7).all()
-    fresh = FreshMemory()
-    fresh.touch(0, 3 * LARGE_PAGE)  # where nothing is
-    fresh.settle()
+def flags_of(address: int) -> list[str]:
+    """What the system has been told of the memory at an address."""
+    inside = False
+    with open("/proc/self/smaps", encoding="utf-8") as mappings:
+        for line in mappings:
+            if not line[0].isupper():
+                begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+                inside = begin <= address < end
+            elif inside and line.startswith("VmFlags:"):
+                return line.split()[1:]
+    raise AssertionError("no such memory")
 
 
 def test_what_is_larger_than_a_piece_shares_its_last_one() -> None:

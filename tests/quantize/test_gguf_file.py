@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -173,6 +175,40 @@ def test_a_file_that_shrinks_while_open(tmp_path: Path) -> None:
         os.truncate(path, path.stat().st_size - 4096)
         with pytest.raises(ModelFileError, match="shorter"):
             file.tensor("w").read_into(bytearray(16384))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="leases are Linux's")
+def test_bytes_of_a_file_that_is_held_are_lent(tmp_path: Path) -> None:
+    """While it is held nobody writes to it, and where somebody wants to, nothing more is lent."""
+    values = np.arange(1 << 20, dtype=np.float32)
+    path = write(tmp_path / "held.gguf", lambda w: w.add_tensor("w", values))
+    with GGUFFile.open(path) as file:
+        tensor = file.tensor("w")
+        assert tensor.lend(0, 100) is None
+        with file.held():
+            lent = tensor.lend(12, 4_000_000)
+            if lent is None:
+                pytest.skip("this file system has no leases")
+            assert np.array_equal(lent, values.view(np.uint8)[12:4_000_012])
+            tensor.take_back(12, 4_000_000)
+            assert np.array_equal(lent, values.view(np.uint8)[12:4_000_012])  # it comes again when it is looked at
+            with subprocess.Popen([sys.executable, "-c", TRUNCATE, path], stdout=subprocess.PIPE) as other:
+                assert other.stdout and other.stdout.read(1) == b"b"  # it is about to
+                deadline = time.monotonic() + 60
+                while tensor.lend(0, 100) is not None and time.monotonic() < deadline:
+                    time.sleep(0.001)
+                assert tensor.lend(0, 100) is None and path.stat().st_size > 4_000_000
+                with pytest.raises(BlockingIOError):
+                    os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+                buffer = bytearray(100)
+                tensor.read_into(buffer)
+                assert bytes(buffer) == values[:25].tobytes()
+                file.close()  # which ends it, too
+                assert other.wait(60) == 0
+        assert path.stat().st_size == 0
+
+
+TRUNCATE = "import os, sys; print('b', flush=True); os.truncate(sys.argv[1], 0)"
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

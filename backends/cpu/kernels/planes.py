@@ -21,6 +21,7 @@ from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.simd import I8, I16, I32, I64, Emitter, Value
 
 QUAD = 16  # bytes of a row that are woven at a time
+LINE = 64  # bytes that come into a cache together
 
 
 class Lanes(types.Type):
@@ -48,15 +49,17 @@ class _PlanesModel(models.StructModel):
 
 
 def weave(isa: Isa, size: int) -> Any:
-    """A Numba function (source, row_bytes, n) -> the Planes of a block of each row, of `size` bytes, 16 at least.
+    """A Numba function (source, row_bytes, n, ahead) -> the Planes of a block of each row, of `size` bytes.
 
+    size:    16 at least
     source:  address of the first row's block
     n:       rows that there are; those of a panel beyond are zeros
+    ahead:   address of as many bytes that are read soon, and are asked for a few at a time
     """
     kind = Planes(isa.lanes)
     n_bytes = (-(-size // QUAD) * QUAD + 4) * isa.lanes  # and a plane that is read, but not used
 
-    def emit(e: Emitter, source: Value, row_bytes: Value, n: Value, planes: Value) -> None:
+    def emit(e: Emitter, source: Value, row_bytes: Value, n: Value, ahead: Value, planes: Value) -> None:
         numbers = [e.b.select(e.b.icmp_signed(">", n, e.i64(row)), e.i64(row), e.i64(0)) for row in range(e.lanes)]
         rows = [e.add(source, e.b.mul(number, row_bytes)) for number in numbers]
         places = ir.Constant(e.vi, list(range(e.lanes)))
@@ -69,6 +72,9 @@ def weave(isa: Isa, size: int) -> Any:
 
         with e.loop(0, size // QUAD * QUAD, QUAD) as at:
             take(at, at)
+            asked = e.add(ahead, e.mul(at, e.lanes))
+            for line in range(0, QUAD * e.lanes, LINE):
+                e.prefetch(asked, line)
         if rest := size % QUAD:  # with the last sixteen bytes, less those that were there before
             take(e.i64(size - QUAD), e.i64(size - rest), QUAD - rest)
 
@@ -78,13 +84,13 @@ def weave(isa: Isa, size: int) -> Any:
             memory.align = 64
             found = cgutils.create_struct_proxy(kind)(context, builder)
             found.memory, found.offset = builder.bitcast(memory, I8.as_pointer()), ir.Constant(I64, 0)
-            source, row_bytes, n = values
-            emit(Emitter(builder, isa), source, row_bytes, n, builder.ptrtoint(memory, I64))
+            source, row_bytes, n, ahead = values
+            emit(Emitter(builder, isa), source, row_bytes, n, ahead, builder.ptrtoint(memory, I64))
             return found._getvalue()
 
         return kind(*(types.int64 for _ in arguments)), generate
 
-    return intrinsic(lambda context, source, row_bytes, n: typed(context, source, row_bytes, n))
+    return intrinsic(lambda context, source, row_bytes, n, ahead: typed(context, source, row_bytes, n, ahead))
 
 
 def _transposed(e: Emitter, rows: list[Value], skipped: int) -> list[Value]:

@@ -2,7 +2,10 @@
 
 What a type's blocks hold is told by a `Reader` (see `readers.py`); here it is put into its places. Codes move four at
 a time, as 32-bit words: a quad of a row's block goes to place `lane` of its vector. Rows of a panel move together where
-their reader can, as `planes.py` has it.
+their reader can, as `planes.py` has it, and those of the next panel are fetched meanwhile.
+
+The panels' memory may be fresh: then the kernel has the system bring it, a little at a time, while the cache still
+holds the zeros that it comes with, and tells how long that took.
 """
 
 from __future__ import annotations
@@ -11,12 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.kernels.planes import any_has, byte_at, put_byte, put_u16, put_u32, u32_at, weave
 from edgert.backends.cpu.kernels.readers import READERS, Reader
+from edgert.backends.cpu.kernels.walk import ticks
 from edgert.backends.cpu.layouts import BLOCK, CODEC_OF, CODECS, Codec
-from edgert.backends.cpu.simd import put_word, word
+from edgert.backends.cpu.simd import I32, I64, put_word, word
 
 ARGUMENTS = (
     "source",  # raw GGUF rows, one after the other
@@ -26,10 +33,16 @@ ARGUMENTS = (
     "out",  # panels
     "first_panel",  # where the first panel goes, and
     "panel_step",  # how far apart the next (2: gate and up alternate)
+    "bring",  # address of madvise; 0: the memory of the panels is there
+    "unit",  # bytes that are brought at a time, a power of two
+    # what the kernel tells:
     "flaws",  # set to 1 where a scale, a minimum or a float is NaN or infinite
+    "waited",  # set to the ticks in which memory was brought
+    "took",  # set to the ticks of the whole, where memory is brought
 )
 
-FLAWS = ARGUMENTS.index("flaws")
+FLAWS, WAITED, TOOK = (ARGUMENTS.index(name) for name in ("flaws", "waited", "took"))
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14 and later
 njit = numba.njit(error_model="numpy", forceinline=True)
 
 # Of a kind of float: the bits of its exponent, and what added to them reaches which bit where it is not finite.
@@ -53,6 +66,7 @@ def build(isa: Isa, format: str) -> Callable[[int, int, int], None]:
     block_bytes = codec.panel_bytes(columns, lanes)
     top = _exponent(codec)[2]
     planes = weave(isa, size)
+    now = ticks(isa)
 
     @njit
     def one_by_one(rows, row_bytes, n, panel, n_blocks):
@@ -67,7 +81,8 @@ def build(isa: Isa, format: str) -> Callable[[int, int, int], None]:
     def together(rows, row_bytes, n, panel, n_blocks):
         flaws = False
         for k in range(n_blocks):
-            flaws |= any_has(pack(planes(rows + k * size, row_bytes, n), panel + k * block_bytes, 0), top)
+            ahead = rows + lanes * (row_bytes + k * size)
+            flaws |= any_has(pack(planes(rows + k * size, row_bytes, n, ahead), panel + k * block_bytes, 0), top)
         return flaws
 
     pack_panel = one_by_one if single else together
@@ -76,14 +91,36 @@ def build(isa: Isa, format: str) -> Callable[[int, int, int], None]:
         row_bytes, n_rows, n_blocks = word(a, 1), word(a, 2), word(a, 3) // columns
         n_panels = (n_rows + lanes - 1) // lanes
         flaws = False
+        bring, unit = word(a, 7), word(a, 8)
+        brought = (word(a, 4) + word(a, 5) * n_blocks * block_bytes) & -unit
+        waited, begun = 0, now()
         for p in range(n_panels * thread // n_threads, n_panels * (thread + 1) // n_threads):
             panel = word(a, 4) + (word(a, 5) + p * word(a, 6)) * n_blocks * block_bytes
             n = min(lanes, n_rows - p * lanes)
+            if bring and brought < panel + n_blocks * block_bytes:
+                since = now()
+                while brought < panel + n_blocks * block_bytes:
+                    _advise(bring, brought, unit, POPULATE_WRITE)
+                    brought += unit
+                waited += now() - since
             flaws |= pack_panel(word(a, 0) + p * lanes * row_bytes, row_bytes, n, panel, n_blocks)
         if flaws:
             put_word(a + 8 * FLAWS, 1)
+        if bring:
+            put_word(a + 8 * WAITED, waited)
+            put_word(a + 8 * TOOK, now() - begun)
 
     return repack
+
+
+@intrinsic
+def _advise(_context: Any, function: Any, address: Any, n_bytes: Any, advice: Any) -> Any:
+    def generate(context: Any, builder: Any, _s: Any, values: Any) -> Any:
+        kind = ir.FunctionType(I32, [I64, I64, I32])
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), [*values[1:3], builder.trunc(values[3], I32)])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
 
 
 def _exponent(codec: Codec) -> tuple[int, int, int]:
