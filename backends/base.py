@@ -163,6 +163,9 @@ class Verdict:
         return f"{self.backend} on {self.device}: {self.reason}"
 
 
+FILLING = 512  # tokens of a step that only fills a sequence
+
+
 class Backend(ABC):
     """A loaded model. One thread at a time may call its methods; the caller serialises."""
 
@@ -255,6 +258,13 @@ class Backend(ABC):
 
     def prepare(self, n_tokens: int) -> None:  # noqa: B027
         """Makes ready for steps of up to so many tokens at once, if that takes time."""
+
+    def fill(self, sequence: int, length: int) -> None:
+        """Makes a sequence so long, by whatever tokens: for who measures what comes behind them."""
+        while (start := self.length(sequence)) < length:
+            n = min(self.n_batch, FILLING, length - start)
+            tokens = [(7 * (start + i)) % self.n_vocab for i in range(n)]
+            self.forward(Batch.of(tokens, start, sequence, "none"))
 
     @abstractmethod
     def length(self, sequence: int) -> int:

@@ -1,10 +1,13 @@
 """How fast a backend runs a model, from excerpts of it that run for some seconds: files of its first layers.
 
-A step takes so much for every layer and so much besides, and attention adds to it as the context grows. Two excerpts
-tell the first two apart, cached tokens in the shorter one the third; a whole model is those added up. Kernels of other
+A step takes so much for every layer and so much besides, and attention adds to it as the context grows. A short excerpt
+tells what prompts cost, at the beginning of a context and further on. What a single token costs tells a longer one,
+which caches near the cores do not hold: in a whole model weights and cache come from further away. Kernels of other
 engines are good at some types and bad at others, so that no other model would do.
 
     python -m edgert.backends.excerpts JSON     what `steps` runs, so that no kernel of this process is in the way
+
+That process says a line whenever it knows more, and is listened to for TIMEOUT seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,28 +35,35 @@ from edgert.errors import BackendUnavailableError, EdgertError
 from edgert.quantize.architecture import describe
 from edgert.quantize.gguf_file import GGUFFile
 
-CHUNK, DEPTH = 512, 4096  # tokens of a prefill step, and cached ones
+CHUNK = 512  # tokens of a prefill step
+DEEP = 4096  # cached tokens that tell how the time goes on; fewer where that many take long
 # How the scheduler reads a prompt where nobody waits for a token: in steps of about so many seconds, of so many tokens
 # at least.
 STEP, FEW = 0.5, 64
 LONG = 48 << 20  # bytes of layers in the longer excerpt: more than caches near the cores hold
-BUDGET = 0.6  # seconds for each measurement
+MORE = 4  # layers that the longer one has more at least, so that they are told from noise
+FILL = 1.5  # seconds in which an excerpt is given cached tokens
+BUDGET = 0.2  # seconds for each measurement
+LEAST_ADDED = 0.05  # of a step: what cached tokens must add for their part to be told from noise
 BUSY = 1.5  # times the best step: what the usual one takes where other programs compute as well
-TIMEOUT = 120.0  # seconds; on an idle machine they take about fifteen
+TIMEOUT = 12.0  # seconds; on an idle machine about five suffice
+
+Curve = tuple[float, ...]  # seconds, by depths
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Seconds of a whole model's steps, in an empty context and behind DEPTH cached tokens.
+    """Seconds of a whole model's steps behind so many cached tokens as `depths` say, in ascending order from 0.
 
     prompt:  of CHUNK tokens; few: of FEW; single: of one
-    layers:  of the two excerpts
+    layers:  of the two excerpts; the first 0 where only the longer one was run in time
     busy:    whether other programs took so much that the figures are high
     """
 
-    prompt: tuple[float, float]
-    few: tuple[float, float]
-    single: tuple[float, float]
+    depths: tuple[int, ...]
+    prompt: Curve
+    few: Curve
+    single: Curve
     layers: tuple[int, int]
     busy: bool = False
 
@@ -59,27 +71,32 @@ class Steps:
         """Tokens a second of a prompt that fills the context, and of replies at its beginning and its end."""
         seconds, depth = 0.0, 0
         while depth < n_ctx:
-            few = _behind(self.few, depth)
-            each = max(1e-9, _behind(self.prompt, depth) - few) / (CHUNK - FEW)
+            few = _behind(self.depths, self.few, depth)
+            each = max(1e-9, _behind(self.depths, self.prompt, depth) - few) / (CHUNK - FEW)
             n = min(CHUNK, max(FEW, FEW + int((STEP - few) / each)), n_ctx - depth)
             seconds += few + (n - FEW) * each
             depth += n
         return {
             "prefill": n_ctx / seconds,
             "decode": 1 / self.single[0],
-            "decode_at_end": 1 / _behind(self.single, n_ctx),
+            "decode_at_end": 1 / _behind(self.depths, self.single, n_ctx),
         }
 
     @property
     def basis(self) -> str:
         few, many = self.layers
-        what = f"its first {few} and {many} layers" if few < many else f"its {many} layers"
-        return f"{what}, run here for some seconds" + (" while other programs ran" if self.busy else "")
+        what = f"first {few} and {many} layers" if 0 < few < many else f"{'' if few else 'first '}{many} layers"
+        cut = "" if few else f", broken off after {TIMEOUT:.0f} seconds"
+        return f"its {what}, run here for some seconds{cut}" + (" while other programs ran" if self.busy else "")
 
 
-def _behind(seconds: tuple[float, float], depth: float) -> float:
-    """Straight on from what was measured at 0 and DEPTH."""
-    return seconds[0] + max(0.0, seconds[1] - seconds[0]) * depth / DEPTH
+def _behind(depths: Sequence[int], curve: Sequence[float], depth: float) -> float:
+    """Straight between what was measured, and on from the last two."""
+    if len(curve) == 1:
+        return curve[0]
+    right = min(max(1, bisect_left(depths, depth)), len(curve) - 1)
+    share = (depth - depths[right - 1]) / (depths[right] - depths[right - 1])
+    return curve[right - 1] + share * max(0.0, curve[right] - curve[right - 1])
 
 
 def steps(
@@ -93,22 +110,23 @@ def steps(
     """
     n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
     facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in file.paths]
-    here = [n_threads, choice.build_of(backend), probe.probe().model_name, LONG, DEPTH]
+    here = [n_threads, choice.build_of(backend), probe.probe().model_name, LONG, DEEP]
     key = json.dumps([facts, backend, options, *here])
     notes = Notes("excerpts")
     found = None if fresh else _noted(notes.get(key))
     if found is None:
         found = _asked(file.path, backend, options, n_threads)
-        if not found.busy:
+        if not found.busy and found.layers[0]:
             notes.put(key, asdict(found))
     return found
 
 
 def _noted(note: Any) -> Steps | None:
     try:
-        prompt, few, single, layers = (tuple(note[name]) for name in ("prompt", "few", "single", "layers"))
-        whole = all(len(pair) == 2 for pair in (prompt, few, single, layers))
-        return Steps(prompt, few, single, layers, bool(note["busy"])) if whole else None
+        depths, prompt, few, single = (tuple(note[name]) for name in ("depths", "prompt", "few", "single"))
+        whole = depths and all(len(curve) == len(depths) and min(curve) > 0 for curve in (prompt, few, single))
+        short, longer = map(int, note["layers"])
+        return Steps(depths, prompt, few, single, (short, longer), bool(note["busy"])) if whole else None
     except (TypeError, KeyError, ValueError):
         return None
 
@@ -118,102 +136,141 @@ def _asked(path: Path, backend: str, options: Mapping[str, Any], n_threads: int)
     with tempfile.TemporaryDirectory(prefix="edgert-") as folder:
         arguments: list[Any] = [str(path), backend, dict(options), n_threads, folder]
         if getattr(sys, "frozen", False):  # no interpreter to start
-            return _measured(*arguments)
+            return [*_measured(*arguments)][-1]
         command = [sys.executable, "-m", "edgert.backends.excerpts", json.dumps(arguments)]
         # Where the onnx backend keeps what it makes of a file.
         environment = dict(os.environ) | ({"EDGERT_CACHE": folder} if backend == "onnx" else {})
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=TIMEOUT, check=False, env=environment
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BackendUnavailableError(f"its excerpts were not run to their end ({error})") from error
-    found = None if done.returncode else _noted(json.loads(done.stdout.splitlines()[-1]))
+            done = subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=False, env=environment)
+            said, words, status = done.stdout, done.stderr, done.returncode
+        except subprocess.TimeoutExpired as error:
+            said, words, status = error.stdout or b"", b"", None
+        except OSError as error:
+            raise BackendUnavailableError(f"its excerpts were not run ({error})") from error
+    found = None if status else _last(said)
     if found is None:
-        words = done.stderr.strip().splitlines()
-        raise BackendUnavailableError(words[-1] if words else f"its excerpts ended with status {done.returncode}.")
+        late = f"its excerpts did not run within {TIMEOUT:.0f} seconds, as other programs run"
+        last = words.decode(errors="replace").strip().splitlines()[-1:]
+        raise BackendUnavailableError(late if status is None else "".join(last) or f"they ended with status {status}")
     return found
 
 
-def _measured(path: str, backend: str, options: Mapping[str, Any], n_threads: int, folder: str) -> Steps:
+def _last(said: bytes) -> Steps | None:
+    """The last whole line that another process said."""
+    for line in reversed(said.splitlines(keepends=True)):
+        with suppress(ValueError):  # a library's own words
+            if line.endswith(b"\n") and (found := _noted(json.loads(line))):
+                return found
+    return None
+
+
+def _measured(path: str, backend: str, options: Mapping[str, Any], n_threads: int, folder: str) -> Iterator[Steps]:
+    """What is known of the whole model: first roughly, then in full."""
     from edgert.quantize.prune import units_of, write_without
     from edgert.quantize.source import open_source
 
     with GGUFFile.open(path) as file:
         a = describe(file)
         n, period = a.n_layer, len(units_of(a.layers)[0])
-        each = sum(tensor.n_bytes for name, tensor in file.tensors.items() if name.startswith("blk.")) / n
-    with open_source(path, allow_requantize=True) as source:
-        few = min(n, period * -(-2 // period))
-        many = min(n, max(few + period, round(LONG / each / period) * period))
-        clock = _Clock()
-        measured = []
-        for n_layer in dict.fromkeys((few, many)):
-            excerpt = Path(path)
-            if n_layer < n:
-                excerpt = Path(folder) / f"{n_layer}.gguf"
+        layer = sum(tensor.n_bytes for name, tensor in file.tensors.items() if name.startswith("blk.")) / n
+    few = min(n, period * -(-2 // period))
+    many = min(n, max(-(-(few + MORE) // period), round(LONG / layer / period)) * period)
+    clock = Clock()
+
+    def opened(n_layer: int) -> Backend:
+        excerpt = Path(path)
+        if n_layer < n:
+            excerpt = Path(folder) / f"{n_layer}.gguf"
+            with open_source(path, allow_requantize=True) as source:
                 write_without(source, excerpt, range(n_layer, n))
-            with GGUFFile.open(excerpt) as file:
-                common = {"n_ctx": DEPTH + 2 * CHUNK, "n_threads": n_threads, "progress": None}
-                opened = backends.open_one(backend, file, common, options)
-            try:
-                measured.append(clock.steps(opened, 0))
-                if n_layer == few:
-                    _fill(opened)
-                    deep = clock.steps(opened, DEPTH)
-            finally:
-                opened.close()
-    share = (n - few) / (many - few) if many > few else 0.0
-    whole, behind = [], []
-    for shallow, longer, at_depth in zip(measured[0], measured[-1], deep, strict=True):
-        whole.append(max(shallow, shallow + share * (longer - shallow)))
-        behind.append(whole[-1] + n / few * max(0.0, at_depth - shallow))
-    prompt, small, single = zip(whole, behind, strict=True)
-    return Steps(prompt, small, single, (few, many), clock.busy)
+        with GGUFFile.open(excerpt) as file:
+            common = {"n_ctx": DEEP + 2 * CHUNK, "n_threads": n_threads, "progress": None}
+            return backends.open_one(backend, file, common, options)
+
+    with closing(opened(many)) as longer:
+        start = clock.seconds(longer, 0, 1)
+        prompt = _filled(longer, CHUNK)[1] * n / many
+        depth, _ = _filled(longer, DEEP)
+        added = clock.seconds(longer, depth, 1) - start
+    ends = start * n / many, (start + added) * n / many
+    yield Steps((0, depth), (prompt,) * 2, (prompt * FEW / CHUNK,) * 2, ends, (0, many), clock.busy)
+    depths: list[int] = []
+    curves: dict[int, list[float]] = {CHUNK: [], FEW: [], 1: []}
+    with closing(opened(few)) as short:
+        for most in (0, CHUNK, DEEP):
+            depths.append(_filled(short, most)[0])
+            for n_tokens, curve in curves.items():
+                curve.append(clock.seconds(short, depths[-1], n_tokens))
+    single = curves[1]
+    each = max(0.0, start - single[0]) / (many - few) if many > few else single[0] / few
+    besides = max(0.0, single[0] - few * each)
+    shares = _shares(depths, single, depth)
+    yield Steps(
+        tuple(depths),
+        _scaled(curves[CHUNK], few, n, besides),
+        _scaled(curves[FEW], few, n, besides),
+        tuple(start + (n - many) * each + n / many * max(0.0, added) * share for share in shares),
+        (few, many),
+        clock.busy,
+    )
 
 
-def _fill(backend: Backend) -> None:
-    for start in range(backend.length(0), DEPTH, CHUNK):
-        backend.forward(_batch(backend, CHUNK, start))
+def _filled(backend: Backend, most: int) -> tuple[int, float]:
+    """Gives a sequence so many cached tokens, or fewer if they take longer than FILL: how many, and the seconds."""
+    began, depth = time.perf_counter(), min(CHUNK, most)
+    backend.fill(0, depth)
+    while (seconds := time.perf_counter() - began) * 3 < FILL and depth < most:  # the next take twice as long
+        depth *= 2
+        backend.fill(0, depth)
+    return depth, seconds
+
+
+def _shares(depths: Sequence[int], curve: Sequence[float], depth: int) -> list[float]:
+    """What cached tokens add at each of the depths, where they add 1 at `depth`: as they do in a curve."""
+    there = _behind(depths, curve, depth) - curve[0]
+    if there < LEAST_ADDED * curve[0]:
+        return [at / depth for at in depths]
+    return [max(0.0, seconds - curve[0]) / there for seconds in curve]
+
+
+def _scaled(curve: Sequence[float], few: int, n: int, besides: float) -> Curve:
+    """Of n layers what `few` take, `besides` of it once."""
+    start = curve[0] + (n - few) * max(0.0, curve[0] - besides) / few
+    return tuple(start + n / few * max(0.0, seconds - curve[0]) for seconds in curve)
+
+
+class Clock:
+    """Times steps; `busy` when the usual one of a kind took far longer than the best."""
+
+    def __init__(self) -> None:
+        self.busy = False
+
+    def seconds(self, backend: Backend, depth: int, n: int) -> float:
+        """Of a step of n tokens behind `depth` cached ones: the median but for the first, which brings memory."""
+        size = min(n, backend.n_batch)
+        parts = [_batch(backend, size, start) for start in range(depth, depth + n, size)]
+        seconds: list[float] = []
+        while len(seconds) < 2 or (sum(seconds[1:]) < BUDGET and len(seconds) < 200):
+            began = time.perf_counter()
+            if n == 1:
+                backend.step(1, 0)  # the way that it is asked for
+            else:
+                for part in parts:
+                    backend.forward(part)
+            seconds.append(time.perf_counter() - began)
+            backend.truncate(0, depth)
+        middle = statistics.median(seconds[1:])
+        self.busy |= middle > BUSY * min(seconds[1:])
+        return middle
 
 
 def _batch(backend: Backend, n: int, start: int) -> Batch:
     return Batch.of([(7 * i + start) % backend.n_vocab for i in range(n)], start)
 
 
-class _Clock:
-    """Times steps; `busy` when the usual one of a kind took far longer than the best."""
-
-    def __init__(self) -> None:
-        self.busy = False
-
-    def steps(self, backend: Backend, depth: int) -> tuple[float, float, float]:
-        """Seconds of steps of CHUNK, of FEW and of one token behind `depth` cached ones."""
-
-        def read(n: int) -> Callable[[], object]:
-            size = min(n, backend.n_batch)
-            parts = range(depth, depth + n, size)
-            return lambda: [backend.forward(_batch(backend, size, start)) for start in parts]
-
-        chunk, few = (self._timed(backend, depth, read(n), 2) for n in (CHUNK, FEW))
-        return chunk, few, self._timed(backend, depth, lambda: backend.step(1, 0), 24)
-
-    def _timed(self, backend: Backend, depth: int, work: Callable[[], object], least: int) -> float:
-        work()
-        backend.truncate(0, depth)
-        seconds: list[float] = []
-        while len(seconds) < least or (sum(seconds) < BUDGET and len(seconds) < 200):
-            start = time.perf_counter()
-            work()
-            seconds.append(time.perf_counter() - start)
-            backend.truncate(0, depth)
-        middle = statistics.median(seconds)
-        self.busy |= middle > BUSY * min(seconds)
-        return middle
-
-
 if __name__ == "__main__":
     try:
-        print(json.dumps(asdict(_measured(*json.loads(sys.argv[1])))))
+        for known in _measured(*json.loads(sys.argv[1])):
+            print(json.dumps(asdict(known)), flush=True)
     except EdgertError as error:
         sys.exit(str(error))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edgert.backends import choice, excerpts
-from edgert.backends.cpu import footprint as cpu_footprint
 from edgert.backends.cpu.footprint import Footprint, draft_bytes, footprint, smaller_types
 from edgert.backends.cpu.rates import Rates, predict
 from edgert.devices import accelerators, fitting, probe
@@ -272,15 +271,15 @@ def _on_onnx(request: Request, a: Architecture) -> list[Place]:
     except EdgertError:
         return []
     result = []
-    program = cpu_footprint.PROGRAM
     for device in found:
 
-        def needed(n: int) -> int:
-            parts = onnx_footprint.footprint(request.file, a, n, request.n_parallel)
-            return sum(parts) + program + _draft_bytes(request, n)
+        def cost(n: int, fused: bool = device.provider.profile == "fused") -> Footprint:
+            return onnx_footprint.footprint(request.file, a, n, request.n_parallel, fused=fused)
 
-        weights, kv, buffers = onnx_footprint.footprint(request.file, a, request.n_ctx, request.n_parallel)
-        memory = _memory(Footprint(weights, kv, 0, buffers, program), _draft_bytes(request, request.n_ctx))
+        def needed(n: int, cost: Callable[[int], Footprint] = cost) -> int:
+            return cost(n).total + _draft_bytes(request, n)
+
+        memory = _memory(cost(request.n_ctx), _draft_bytes(request, request.n_ctx))
         available = probe.probe().memory_available + probe.process_memory()[0]
         place = _place("onnx", device.name, memory, available, needed, a, request.n_ctx, {})
         result.append(_changed(place, **_rates(request, "onnx", {"device": device.name})))

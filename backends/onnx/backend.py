@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgert.backends.base import Backend, Batch, OnInput, Verdict, of_wanted
 from edgert.backends.onnx import providers
 from edgert.backends.onnx.embedding import Embedding
-from edgert.backends.onnx.footprint import footprint
+from edgert.backends.onnx.footprint import N_BATCH, footprint
 from edgert.backends.onnx.providers import CPU, Device
 from edgert.backends.onnx.runner import FusedRunner, Runner, StaticRunner
 from edgert.backends.onnx.store import ModelFolder
@@ -25,7 +25,6 @@ from edgert.quantize.gguf_file import GGUFFile
 
 log = logging.getLogger(__name__)
 
-N_BATCH = 512
 WHOLE = 64  # tokens of a step that gives logits of all besides what products read
 QKV = tuple(f"attn_{part}.bias" for part in "qkv")
 
@@ -63,7 +62,7 @@ class OnnxBackend(Backend):
         self.n_batch = min(n_batch, self.n_ctx)
         n_threads = probe.default_threads() if n_threads is None else probe.check_threads(n_threads)
         self.n_cached = n_cached or self.n_ctx * n_seq_max
-        _check_fit(file, a, self.n_ctx, self.n_cached)
+        _check_fit(file, a, self.n_ctx, self.n_cached, found.provider.profile == "fused")
         folder = ModelFolder(file, a)
         arguments = folder, a, Embedding(file, a), found, self.n_ctx, n_seq_max, n_threads
         fused = found.provider.profile == "fused"
@@ -218,6 +217,19 @@ class OnnxBackend(Backend):
             raise ValueError(f"sequence {sequence} has {self._lengths[sequence]} positions, not {length}")
         self._lengths[sequence] = length
 
+    def free(self, sequence: int) -> None:
+        super().free(sequence)
+        self._open().clear(sequence)
+
+    def fill(self, sequence: int, length: int) -> None:
+        """Repeats what is cached, which costs next to nothing."""
+        super().fill(sequence, min(length, self.n_batch))
+        done = self._lengths[sequence]
+        if length > done:
+            self._check_room(length, length - done)
+            self._open().repeat(sequence, done, length)
+            self._lengths[sequence] = length
+
     def save(self, sequence: int, length: int) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
         runner = self._open()
         if not 0 < length <= self._lengths[sequence]:
@@ -293,12 +305,13 @@ def _check(file: GGUFFile, a: Architecture) -> None:
         raise UnsupportedFormatError(f"{file.path} ({a.name}) has {', '.join(reasons)}, which the onnx backend lacks.")
 
 
-def _check_fit(file: GGUFFile, a: Architecture, n_ctx: int, n_positions: int) -> None:
+def _check_fit(file: GGUFFile, a: Architecture, n_ctx: int, n_positions: int, fused: bool) -> None:
     """Refuses what could not be filled."""
     available = probe.probe().memory_available
 
     def needed(n: int) -> int:
-        return sum(footprint(file, a, n, n_positions / n_ctx))
+        found = footprint(file, a, n, n_positions / n_ctx, fused=fused)
+        return found.total - found.program
 
     if needed(n_ctx) > available:
         what = f"{file.path} with {n_positions} cached positions in ONNX Runtime"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -51,10 +54,21 @@ class Runner(ABC):
     def cached(self, sequence: int, length: int) -> Iterator[Floats]:
         """Keys and values of each layer in turn, of room for so many positions: views (n_head_kv, length, head_dim)."""
 
+    def clear(self, sequence: int) -> None:
+        """Gives back the memory of a sequence, as if it had never been used."""
+        self.keys[sequence], self.values[sequence] = [], []
+
     def copy(self, source: int, target: int, length: int) -> None:
         """Gives the target the first positions of the source."""
         for old, new in zip(self.cached(source, length), self.cached(target, length), strict=True):
             new[:] = old
+
+    def repeat(self, sequence: int, done: int, length: int) -> None:
+        """Fills positions up to `length` with what stands in the first ones."""
+        for part in self.cached(sequence, length):
+            for start in range(done, length, done):
+                n = min(done, length - start)
+                part[:, start : start + n] = part[:, :n]
 
     def kv_bytes(self, lengths: list[int]) -> int:
         """Bytes of the cached positions."""
@@ -71,6 +85,19 @@ class Runner(ABC):
 def _value(array: NDArray[Any]) -> Any:
     """ONNX Runtime's view of an array, which must outlive it."""
     return runtime().OrtValue.ortvalue_from_numpy(array)
+
+
+def _growing(*shape: int) -> Floats:
+    """Zeros, of which a page comes into being when something is written there, and all are given back at once.
+
+    In small pages: positions of a head lie together, so that a few would bring a large one for each head and layer.
+    """
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, 4 * prod(shape), **private)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # of a system that knows no large pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.float32).reshape(shape)
 
 
 class FusedRunner(Runner):
@@ -91,11 +118,15 @@ class FusedRunner(Runner):
 
     def _binding(self, sequence: int) -> Any:
         if sequence not in self._bindings:
-            shape = (1, self.a.n_head_kv, self.n_ctx, self.a.head_dim)
-            for caches in (self.keys, self.values):
-                caches[sequence] = [np.zeros(shape, np.float32) for _ in range(self.a.n_layer)]
+            both = _growing(2, self.a.n_layer, 1, self.a.n_head_kv, self.n_ctx, self.a.head_dim)
+            self.keys[sequence], self.values[sequence] = map(list, both)
             self._bindings[sequence] = self._bind(sequence)
         return self._bindings[sequence]
+
+    def clear(self, sequence: int) -> None:
+        self._bound.pop(sequence, None)
+        self._bindings.pop(sequence, None)
+        super().clear(sequence)
 
     def _bind(self, sequence: int) -> Any:
         """All but a step's own arrays."""

@@ -123,11 +123,9 @@ class Writer:
 
     def _matrix(self, name: str, tensors: list[tuple[Tensor, int]]) -> Matrix:
         n_rows, n_cols = sum(tensor.n_rows for tensor, _ in tensors), tensors[0][0].n_cols
-        for tensor, _ in tensors:
-            check_finite(tensor)
         packing = PACKINGS.get(tensors[0][0].format.name)
         if packing is None:
-            floats = [neox_rows(tensor.dequantize().reshape(-1, n_cols), heads) for tensor, heads in tensors]
+            floats = [neox_rows(tensor.rows(0, tensor.n_rows), heads) for tensor, heads in tensors]
             self.add(f"{name}.floats", np.concatenate(floats).T)
             return Matrix(name, n_rows, n_cols)
         n_blocks = n_cols // packing.block_size
@@ -138,7 +136,11 @@ class Writer:
         for tensor, heads in tensors:
             step = tensor.n_rows if heads else max(1, STEP_BYTES // tensor.row_bytes)
             for start in range(0, tensor.n_rows, step):
-                data = neox_rows(tensor.data[start : start + step], heads)
+                # Read and not mapped: what is mapped stays in memory as long as the file is open.
+                raw = np.empty((min(step, tensor.n_rows - start), tensor.row_bytes), np.uint8)
+                tensor.read_into(raw, start * tensor.row_bytes)
+                check_finite(tensor, raw)
+                data = neox_rows(raw, heads)
                 rows = slice(row, row + len(data))
                 codes[rows], scales[rows], part = PACKINGS[tensor.format.name].pack(data, tensor.format.type_size)
                 if rest is not None and part is not None:

@@ -22,7 +22,7 @@ from edgert.backends.onnx import providers, store
 from edgert.backends.onnx.packing import PACKINGS
 from edgert.backends.onnx.style import Style
 from edgert.devices import accelerators
-from edgert.errors import BackendUnavailableError, EdgertError, ModelFileError, UnsupportedFormatError
+from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, ModelFileError, UnsupportedFormatError
 from edgert.quantize.formats import FORMATS
 from edgert.quantize.gguf_file import GGUFFile
 
@@ -186,6 +186,22 @@ def test_the_plan_counts_the_converted_weights(
     backend = make(family, quant=quant)
     with GGUFFile.open(tiny_model(family, quant=quant)) as file:
         assert converted_bytes(file, backend.architecture) == backend.memory()["weights"]
+
+
+@needs_onnx
+@pytest.mark.parametrize("profile", ["fused", "static"])
+def test_a_filled_sequence_goes_on_and_a_freed_one_begins_anew(make: Callable[..., Any], profile: str) -> None:
+    backend = make("llama", profile, n_ctx=128, n_batch=32, n_seq_max=2)
+    first = run(backend, TOKENS[:20])
+    backend.fill(0, 90)
+    assert backend.length(0) == 90 and run(backend, [5], 90).shape == (1, 384)
+    parts = list(backend._runner.cached(0, 90))
+    assert all(np.array_equal(part[:, 32:64], part[:, :32]) and part[:, :90].any(axis=(0, 2)).all() for part in parts)
+    with pytest.raises(DoesNotFitError):
+        make("llama", profile, n_seq_max=2, n_cached=100).fill(0, 110)
+    backend.free(0)
+    assert not backend._runner.keys[0], "its memory is given back"
+    np.testing.assert_array_equal(run(backend, TOKENS[:20]), first)
 
 
 @needs_onnx

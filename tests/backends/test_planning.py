@@ -253,23 +253,31 @@ def test_measured_rates_of_a_choice_are_the_plan_s(gpu: None, tiny_model: Callab
 
 
 class Machine:
-    """An engine whose steps take a known time by a clock of its own: besides, for each layer and for attention."""
+    """An engine whose steps take a known time by a clock of its own: besides, for each layer and for attention.
+
+    window:  positions that a layer attends to at most
+    """
 
     n_vocab, n_batch = 300, 512
+    window = 1 << 30
 
     def __init__(self, file: GGUFFile) -> None:
         self.n_layer, self.cached, self.now = describe(file).n_layer, 0, 0.0
 
+    def seconds(self, n: int, depth: int) -> float:
+        seen = min(depth, self.window)
+        return 0.002 + self.n_layer * (0.001 + n * 1e-4 + seen * (1e-6 + n * 1e-8))
+
     def forward(self, batch: Batch) -> None:
-        n = len(batch)
-        self.now += 0.002 + n * 1e-5 + self.n_layer * (0.001 + n * 1e-4 + n * self.cached * 1e-8)
-        self.cached += n
+        self.now += self.seconds(len(batch), self.cached)
+        self.cached += len(batch)
 
     def step(self, token: int, sequence: int) -> None:
         self.forward(Batch.of([token], self.cached))
 
-    def length(self, sequence: int) -> int:
-        return self.cached
+    def fill(self, sequence: int, length: int) -> None:
+        self.now += 0.1 * (length > self.cached)
+        self.cached = max(length, self.cached)
 
     def truncate(self, sequence: int, length: int) -> None:
         self.cached = length
@@ -278,43 +286,77 @@ class Machine:
         pass
 
 
-def test_excerpts_add_up_to_the_whole_model(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    """Exactly, where steps take what the description says; the excerpts are files that differ in their layers alone."""
-    opened: list[Machine] = []
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
+    """The machines that excerpts were run on, by whose clocks time is told."""
+    found: list[Machine] = []
 
     def open_one(name: str, file: GGUFFile, common: Any, options: Any) -> Machine:
-        assert (name, options, common["n_ctx"]) == ("llama", {"device": "cpu"}, excerpts.DEPTH + 2 * excerpts.CHUNK)
-        opened.append(Machine(file))
-        return opened[-1]
+        assert (name, options, common["n_ctx"]) == ("llama", {"device": "cpu"}, excerpts.DEEP + 2 * excerpts.CHUNK)
+        found.append(Machine(file))
+        return found[-1]
 
-    clock = SimpleNamespace(perf_counter=lambda: sum(machine.now for machine in opened))
+    clock = SimpleNamespace(perf_counter=lambda: sum(machine.now for machine in found))
     monkeypatch.setattr(excerpts, "time", clock)
     monkeypatch.setattr(backends, "open_one", open_one)
     monkeypatch.setattr(excerpts, "LONG", 1)
-    path = tiny_model("llama", n_layer=6)
-    found = excerpts._measured(str(path), "llama", {"device": "cpu"}, 1, str(tmp_path))
-    assert [machine.n_layer for machine in opened] == [2, 3] == list(found.layers)
-    assert not found.busy
+    return found
 
-    def seconds(n: int, depth: int) -> float:
-        return 0.002 + n * 1e-5 + 6 * (0.001 + n * 1e-4 + n * depth * 1e-8)
 
-    for pair, n in ((found.prompt, 512), (found.few, 64), (found.single, 1)):
-        assert pair == pytest.approx((seconds(n, 0), seconds(n, excerpts.DEPTH)))
+@pytest.mark.parametrize("window", [1 << 30, 512])
+def test_excerpts_add_up_to_the_whole_model(
+    monkeypatch: pytest.MonkeyPatch,
+    opened: list[Machine],
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    window: int,
+) -> None:
+    """Exactly, where steps take what the description says; the excerpts are files that differ in their layers alone."""
+    monkeypatch.setattr(Machine, "window", window)
+    path = tiny_model("llama", n_layer=7)
+    rough, found = excerpts._measured(str(path), "llama", {"device": "cpu"}, 1, str(tmp_path))
+    assert [machine.n_layer for machine in opened] == [6, 2]
+    assert (rough.layers, found.layers) == ((0, 6), (2, 6)) and "broken off" in rough.basis
+    assert not found.busy and "broken off" not in found.basis
+    whole = Machine.__new__(Machine)
+    whole.n_layer = 7
+    assert found.depths[:2] == (0, 512) and found.depths[-1] > 512
+    for curve, n in ((found.prompt, 512), (found.few, 64), (found.single, 1)):
+        assert curve == pytest.approx([whole.seconds(n, depth) for depth in found.depths])
     expected = found.rates(2048)
-    assert expected["decode"] == pytest.approx(1 / seconds(1, 0))
-    assert expected["decode_at_end"] == pytest.approx(1 / seconds(1, 2048))
-    assert expected["prefill"] == pytest.approx(2048 / sum(seconds(512, start) for start in range(0, 2048, 512)))
+    assert expected["decode"] == pytest.approx(1 / whole.seconds(1, 0))
+    assert expected["decode_at_end"] == pytest.approx(1 / whole.seconds(1, 2048))
+    assert expected["prefill"] == pytest.approx(2048 / sum(whole.seconds(512, start) for start in range(0, 2048, 512)))
+    assert rough.rates(2048)["decode"] == pytest.approx(expected["decode"], rel=0.1), "the rest counts for each layer"
+
+
+def test_what_is_known_when_time_is_up_counts(monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]) -> None:
+    """Of another process, which ends, is silent, speaks of other things, or is broken off within a line."""
+    rough = json.dumps({"depths": [0], "prompt": [1], "few": [0.5], "single": [0.1], "layers": [0, 6], "busy": False})
+    said: list[bytes | None] = [f"{rough}\n".encode(), f"{rough}\nAMX is not\n{rough[:30]}".encode()]
+    said += [None, b"", rough.encode()]
+
+    def late(command: Any, **_: Any) -> Any:
+        raise subprocess.TimeoutExpired(command, 1.0, said.pop(0))
+
+    monkeypatch.setattr(excerpts.subprocess, "run", late)
+    with GGUFFile.open(tiny_model("llama")) as file:
+        for left in (4, 3):
+            found = excerpts.steps(file, "llama", {}, 1)
+            assert (found.single, found.layers) == ((0.1,), (0, 6))
+            assert found.rates(4096) == {"prefill": pytest.approx(128), "decode": 10, "decode_at_end": 10}
+            assert len(said) == left, "it is not kept"
+        while said:
+            with pytest.raises(BackendUnavailableError, match="did not run within 12 seconds"):
+                excerpts.steps(file, "llama", {}, 1)
 
 
 def test_slow_prompts_are_read_in_steps_of_the_scheduler_s_length() -> None:
     assert (excerpts.STEP, excerpts.FEW) == (schedule.LONGEST, schedule.LEAST)
     # 64 tokens in 0.4 s and 5 ms for each further one: 83 or 84 in half a second, and 64 where these take longer.
-    found = excerpts.Steps((0.4 + 448 * 0.005, 0), (0.4, 0), (0.3, 0), (2, 4))
+    found = excerpts.Steps((0,), (0.4 + 448 * 0.005,), (0.4,), (0.3,), (2, 4))
     assert found.rates(840)["prefill"] == pytest.approx(84 / 0.5, rel=0.02)
-    found = excerpts.Steps((0.8 + 448 * 0.01, 0), (0.8, 0), (0.3, 0), (2, 4))
+    found = excerpts.Steps((0,), (0.8 + 448 * 0.01,), (0.8,), (0.3,), (2, 4))
     assert found.rates(640)["prefill"] == pytest.approx(64 / 0.8)
 
 
@@ -325,7 +367,7 @@ def test_excerpts_are_run_once_and_their_failure_is_told(
 
     def asked(*arguments: Any) -> excerpts.Steps:
         calls.append(arguments)
-        return excerpts.Steps((1.0, 2.0), (0.1, 0.2), (0.01, 0.02), (2, 4), busy=len(calls) == 1)
+        return excerpts.Steps((0, 512), (1.0, 2.0), (0.1, 0.2), (0.01, 0.02), (2, 4), busy=len(calls) == 1)
 
     monkeypatch.setattr(excerpts, "_asked", asked)
     with GGUFFile.open(tiny_model("llama")) as file:
