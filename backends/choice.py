@@ -146,6 +146,13 @@ def installed(name: str) -> bool:
     return importlib.util.find_spec(PACKAGES[name][0]) is not None
 
 
+def check_installed(name: str) -> None:
+    """Says at once, without loading anything, that a backend's package is missing. Raises: BackendUnavailableError."""
+    if not installed(name):
+        _, package, extra = PACKAGES[name]
+        raise BackendUnavailableError(f"{package} is not installed: pip install '{extra}'")
+
+
 def _portable() -> bool:
     from edgert.backends.cpu import isa
 

@@ -21,14 +21,16 @@ from click.testing import CliRunner
 from numpy.typing import NDArray
 
 from edgert import backends, benchmark
+from edgert.backends import choice
 from edgert.backends.base import Backend, Batch, Verdict
 from edgert.backends.cpu.isa import available
 from edgert.benchmark import Facts, Result, measure, plan, runner
 from edgert.benchmark.process import EngineProcess
 from edgert.benchmark.runner import Runner, Test
+from edgert.cli.verbs import perplexity
 from edgert.cli.verbs.bench import as_csv, as_table, command
 from edgert.devices import probe
-from edgert.errors import EdgertError
+from edgert.errors import BackendUnavailableError, EdgertError
 from edgert.quantize.gguf_file import GGUFFile
 from edgert.tokenizer import Tokenizer
 
@@ -178,6 +180,7 @@ def engine_of(backend: str, flash_attn: str = "on", isa: str = "") -> dict[str, 
 def fakes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(benchmark, "EngineProcess", FakeProcess)
     monkeypatch.setattr(benchmark, "PAUSE", 0)
+    monkeypatch.setattr(choice, "installed", lambda name: True)
     FakeProcess.log = []
     return FakeProcess.log
 
@@ -191,6 +194,21 @@ def test_engines_run_in_turn(tiny_model: Callable[..., Path], fakes: list[str]) 
     ours, theirs = results
     assert (ours.median_ts, theirs.median_ts, ours.ratio, theirs.ratio) == (1000, 500, 2, None)
     assert len(ours.samples_ns) == len(theirs.samples_ns) == 3
+
+
+def test_without_llama_nothing_is_measured_first(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path], fakes: list[str], tmp_path: Path
+) -> None:
+    """Neither by bench nor by perplexity; nor is anything loaded."""
+    monkeypatch.setattr(choice, "installed", lambda name: False)
+    monkeypatch.setattr(backends, "load", lambda *_, **__: pytest.fail("a backend was loaded"))
+    (tmp_path / "text").write_text("text")
+    path = str(tiny_model("llama"))
+    for program, more in ((command, ()), (perplexity.command, ("-f", str(tmp_path / "text")))):
+        done = CliRunner().invoke(program, ["-m", path, *more, "--against", "llama"])
+        assert isinstance(done.exception, BackendUnavailableError)
+        assert str(done.exception) == "llama-cpp-python is not installed: pip install 'edgert[gpu]'"
+    assert fakes == []
 
 
 def test_flash_attention_is_chosen_for_each_test(tiny_model: Callable[..., Path], fakes: list[str]) -> None:

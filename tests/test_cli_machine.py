@@ -25,7 +25,7 @@ from edgert.errors import EdgertError
 
 MACHINE = Rates(2, "amx", 500e9, {2048: 300e9}, 250e9, 60e9, {16 << 20: 45e9, 256 << 20: 30e9})
 
-EXCERPTS = excerpts.Steps((1.0, 2.0), (0.1, 0.2), (0.01, 0.02), (2, 4))
+EXCERPTS = excerpts.Steps((0, 4096), (1.0, 2.0), (0.1, 0.2), (0.01, 0.02), (2, 4))
 
 
 @pytest.fixture(autouse=True)

@@ -151,10 +151,15 @@ def measure(
     progress:    called with (kernels compiled, kernels to compile) while that is done
 
     Yields for each test a result of each engine, the other's last.
+
+    Raises: EdgertError, before anything is measured where the other's package is missing.
     """
     from edgert import context
+    from edgert.backends import choice
     from edgert.quantize.gguf_file import GGUFFile
 
+    if against is not None:
+        choice.check_installed(against)
     facts = Facts.of(path)
     n_ctx = max(test.n_depth + test.n_prompt + test.n_gen for test in tests)
     with GGUFFile.open(path) as file:

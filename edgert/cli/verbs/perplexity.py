@@ -55,11 +55,14 @@ def command(
     With --against, also how far the predictions are from the other's: KL divergence and agreement.
     """
     from edgert import backends, context
+    from edgert.backends import choice
     from edgert.evaluate import check_same_vocabulary, chunks_of, evaluate
     from edgert.quantize.gguf_file import GGUFFile
     from edgert.tokenizer import Tokenizer
 
     engines = backend_options(flags)
+    if against == "llama":
+        choice.check_installed(against)
     path = model_path(model)
     base_path = path if against in (None, "llama") else model_path(against)
     text = decoded(text_path.read_bytes(), str(text_path)).removesuffix("\n")  # as llama.cpp reads a prompt file
