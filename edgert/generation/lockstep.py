@@ -18,6 +18,7 @@ from edgert.generation.metrics import Counters
 from edgert.generation.schedule import EVEN, UNMINDED, Pace, Queue, shared_out, wide_part
 from edgert.generation.slots import Slots
 from edgert.generation.task import Generation, Reading, Task
+from edgert.speculation.crowd import Crowd
 
 if TYPE_CHECKING:
     from edgert.speculation import Speculator
@@ -62,6 +63,7 @@ class Lockstep:
         meanwhile: Callable[[], None],
     ) -> None:
         self._backend, self._speculator = backend, speculator
+        self._crowd = Crowd(speculator) if speculator else None
         self._reads_whole = "encoder" in backend.capabilities
         self._queue, self._slots, self._counters = queue, slots, counters
         self._meanwhile = meanwhile
@@ -154,7 +156,8 @@ class Lockstep:
             row += rows
             self._forget_wrong(task)
         if guessed and self._speculator:
-            self._speculator.learn([task for task, _, _ in guessed], [count - 1 for _, count, _ in guessed])
+            guesser = self._crowd if self._crowd and len(guessed) > 1 else self._speculator
+            guesser.learn([task for task, _, _ in guessed], [count - 1 for _, count, _ in guessed])
 
     def _plan(self) -> list[tuple[Task, int, int]]:
         """The tasks of this step, how many tokens each evaluates, and how many rows of logits it gets."""
@@ -238,14 +241,18 @@ class Lockstep:
 
     def _guess(self, parts: list[tuple[Task, int, int]]) -> list[tuple[Generation, int, int]] | None:
         """The same parts with guesses to check; None unless all wait for their next token and something is tried."""
-        if not self._speculator or self._speculator.idle:
+        if not self._speculator or (len(parts) == 1 and self._speculator.idle):
             return None
         tasks = [task for task, _, _ in parts if isinstance(task, Generation) and task.slot.pending == 1]
         if len(tasks) < len(parts):
             return None
         room = min(self._backend.n_batch, len(self._speculator.costs)) - len(tasks)
+        began = perf_counter()
         self._meanwhile()  # the guesses' makers compute as well
-        counts = self._speculator.propose(tasks, room)
+        if self._crowd and len(tasks) > 1:
+            counts = self._crowd.propose(tasks, room, began)
+        else:
+            counts = self._speculator.propose(tasks, room)
         return [(task, count + 1, count + 1) for task, count in zip(tasks, counts, strict=True)]
 
     def _observed(self, parts: list[tuple[Task, int, int]]) -> list[tuple[Task, int, int]]:

@@ -79,6 +79,10 @@ class Request:
         self.misses = 0  # searches in a row in which nothing that was said came again
         self.unsearched = 0  # steps until it is searched
 
+    def begin(self) -> None:
+        """Forgets what the step before had at stake."""
+        self.now, self.walked = Guesses(), []
+
     def idle_steps(self, draft: bool, ngram: bool) -> int:
         """Steps in which nothing will be tried, of what there is."""
         waits = [self.sources["draft"].wait] if draft else []
@@ -124,7 +128,7 @@ class Speculator:
         self._interrupted = model.interrupted if model else memoryview(bytearray(8)).cast("q")
         self.ngram_odds = [Odds(AGREED_ODDS), Odds(AGREED_ODDS)]  # greedy, sampled
         self.draft_odds = [Odds(SURE_ODDS), Odds(SURE_ODDS)]
-        self._draft_cost = Line(costs[1] / 15, costs[1] / 20)
+        self.draft_cost = Line(costs[1] / 15, costs[1] / 20)
         self._idle = 0  # steps in which nobody guesses
         self._paces: dict[int, tuple[float, float]] = {}  # requests at once -> tokens and seconds of late
         self._began = 0.0  # the present step
@@ -171,16 +175,20 @@ class Speculator:
             self._next_curious = self._n_rounds + APART
         pace, rows, counts = self.pace(len(tasks)), len(tasks), []
         for task in tasks:
-            if task.guessing is None:
-                greedy = task.options.sampling.temperature == 0
-                task.guessing = Request(not greedy, self.costs[1])
-            task.guessing.now, task.guessing.walked = Guesses(), []
+            request = self.request_of(task)
+            request.begin()
             limit = min(self.most, room, task.most_guesses)
-            count = self._guess(task, task.guessing, rows, pace, limit, together) if limit > 0 else 0
+            count = self._guess(task, request, rows, pace, limit, together) if limit > 0 else 0
             counts.append(count)
             rows += count
             room -= count
         return counts
+
+    def request_of(self, task: Generation) -> Request:
+        """What is known about a task's guesses."""
+        if task.guessing is None:
+            task.guessing = Request(task.options.sampling.temperature != 0, self.costs[1])
+        return task.guessing
 
     def _guess(self, task: Generation, request: Request, rows: int, pace: float, limit: int, together: bool) -> int:
         now, began, slot = request.now, perf_counter(), task.slot
@@ -204,7 +212,16 @@ class Speculator:
     def _from_memory(
         self, slot: Slot, request: Request, rows: int, pace: float, limit: int
     ) -> tuple[list[int], list[int], float]:
-        """A guess from this text, or from those that have ended; its classes, and the tokens it promises."""
+        """A guess from what was said, as long as pays; its classes, and the tokens it promises."""
+        guess, kinds = self.search(slot, request, limit)
+        if not guess:
+            return guess, kinds, 0.0
+        odds = self.ngram_odds[request.sampled]
+        count, net = self._best_length([odds[kind] for kind in kinds], rows, pace)
+        return guess[:count], kinds[:count], net
+
+    def search(self, slot: Slot, request: Request, limit: int) -> tuple[list[int], list[int]]:
+        """A guess from this text, or from those that have ended, and its classes."""
         text, n = self.texts[slot.sequence], slot.n_tokens
         text.sync(slot.tokens, n, grown=self._owners[slot.sequence] is request)
         self._owners[slot.sequence] = request
@@ -217,12 +234,9 @@ class Speculator:
             request.misses += 1
             if request.misses >= PATIENCE:  # a text without repetitions
                 request.unsearched = min(1 << min(request.misses - PATIENCE, 8), SELDOM)
-            return guess, [], 0.0
+            return guess, []
         request.misses = 0
-        kinds = [bisect_right(AGREED, agreed + i) for i in range(len(guess))]
-        odds = self.ngram_odds[request.sampled]
-        count, net = self._best_length([odds[kind] for kind in kinds], rows, pace)
-        return guess[:count], kinds[:count], net
+        return guess, [bisect_right(AGREED, agreed + i) for i in range(len(guess))]
 
     def _from_model(
         self, task: Generation, request: Request, rows: int, pace: float, limit: int, together: bool
@@ -251,7 +265,7 @@ class Speculator:
             request.sources["draft"].give_up()
             return 0
         if shares:
-            self._draft_cost.learn(len(shares), perf_counter() - began)
+            self.draft_cost.learn(len(shares), perf_counter() - began)
         kinds = request.now.kinds
         kinds += [bisect_right(SURE, share) for share in shares]
         count, _ = self._best_length([odds[kind] for kind in kinds], rows, pace)
@@ -283,7 +297,7 @@ class Speculator:
             task.chosen.append((checked, chosen))
             self.checks += (began + guessing, began := began + guessing + checking)
             if len(shares):
-                self._draft_cost.learn(len(shares), guessing)
+                self.draft_cost.learn(len(shares), guessing)
             n_checked += checked
         self._n_rounds += len(task.chosen) - 1
         request.rest(len(task.chosen) - 1)
@@ -320,7 +334,7 @@ class Speculator:
         for count in range(max(self.least, 1), most):
             cost = self.costs[rows + count]
             floors[count] = min(
-                pace * (i * self._draft_cost.step + self.costs[rows + count + i] - cost) / gain
+                pace * (i * self.draft_cost.step + self.costs[rows + count + i] - cost) / gain
                 for i, gain in enumerate(sums, 1)
             )
         return floors

@@ -51,15 +51,19 @@ class Client:
 
     def stream(self, prompt: Any, n: int, times: list[float]) -> None:
         """Reads a streamed completion; the moments of its pieces go to `times`, its start first."""
-        body = {"prompt": prompt, "max_tokens": n, "stream": True, "temperature": 0, "ignore_eos": True}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
         times.append(time.perf_counter())
-        connection.request("POST", "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        body = {"prompt": prompt, "max_tokens": n, "stream": True, "temperature": 0, "ignore_eos": True}
+        self.read("/v1/completions", body, times)
+
+    def read(self, path: str, body: dict[str, Any], times: list[float] | None = None) -> None:
+        """Reads a streamed answer; the moments of its pieces go to `times`."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
+        connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
         answer = connection.getresponse()
         if answer.status != 200:
             raise SystemExit(answer.read().decode())
         while line := answer.readline():
-            if line.startswith(b"data: {"):
+            if times is not None and line.startswith(b"data: {"):
                 times.append(time.perf_counter())
 
 
