@@ -1,4 +1,4 @@
-"""Whether guessing ahead pays among several clients: the same requests to a server with and one without a draft, in turn.
+"""Whether guessing ahead pays among several clients: the same requests with a draft and without, in turn.
 
     python tests/bench/serve_drafts.py MODEL [-md DRAFT] [--clients 1,2,4,8] [--chats heldout_chats.jsonl] [--repeats 5]
 

@@ -1,0 +1,97 @@
+"""Guesses where several requests share a step: made only while that pays, and checked where they promise most."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from test_speculation import CHEAP, Chancy, speculating
+
+from edgert.backends.base import Batch
+from edgert.speculation import Speculator
+from edgert.speculation.crowd import Crowd, Ways
+from edgert.speculation.economics import Costs
+
+
+def share_of_guessing(ways: Ways, gain: float, steps: int, seed: int = 0) -> float:
+    """Steps of a way that guesses, out of so many, where guessing makes `gain` times as many tokens a second."""
+    draw, guessing = random.Random(seed), 0
+    for _ in range(steps):
+        way = ways.now()
+        guessing += way
+        tokens = draw.choice([8, 12, 16]) if way else 8
+        seconds = tokens / (800.0 * (gain if way else 1.0)) * draw.uniform(0.9, 1.2)
+        ways.learn(tokens, 8 * seconds if draw.random() < 0.02 else seconds)  # now and then one is held up
+    return guessing / steps
+
+
+@pytest.mark.parametrize("gain", [0.6, 0.8])
+def test_guesses_that_do_not_pay_are_given_up(gain: float) -> None:
+    ways = Ways()
+    share_of_guessing(ways, gain, 600)
+    assert not ways.guessing
+    assert 0 < share_of_guessing(ways, gain, 20_000) < 0.02
+
+
+def test_guesses_that_pay_are_kept() -> None:
+    ways = Ways()
+    share_of_guessing(ways, 1.4, 600)
+    assert ways.guessing
+    assert 0.95 < share_of_guessing(ways, 1.4, 20_000) < 1
+
+
+def test_what_pays_is_found_anew() -> None:
+    ways = Ways()
+    for gain, wanted in ((0.7, False), (1.5, True), (0.7, False)):
+        share_of_guessing(ways, gain, 12_000)
+        assert ways.guessing is wanted
+
+
+def test_another_number_of_requests_begins_with_what_is_known() -> None:
+    crowd = Crowd(Speculator(64, 8, Costs(CHEAP)))
+    share_of_guessing(crowd.ways(7), 0.6, 2000)
+    assert share_of_guessing(crowd.ways(8), 0.6, 200) < 0.1
+    share_of_guessing(crowd.ways(3), 1.6, 4000)
+    assert share_of_guessing(crowd.ways(2), 1.6, 200) > 0.9
+
+
+STAIRS = [1.0 * (1 + (n > 8) * 0.5 + (n > 16) * 1.0) for n in range(1, 25)]  # seconds of a step by its rows
+
+
+@pytest.mark.parametrize(
+    ("chances", "counts"),
+    [
+        ([[0.9]] + 7 * [[]], [0] * 8),  # one alone is not worth the next stair
+        (8 * [[0.8]], [1] * 8),  # together they are
+        (8 * [[0.5]], [0] * 8),
+        (8 * [[0.95, 0.95]], [1] * 8),  # as far as the stair goes
+        ([[0.9, 0.9, 0.9, 0.9], *(7 * [[0.7, 0.1]])], [3, 1, 1, 1, 1, 1, 0, 0]),  # the likeliest of all
+    ],
+)
+def test_guesses_are_checked_where_they_pay_together(chances: list[list[float]], counts: list[int]) -> None:
+    assert Crowd(Speculator(64, 8, Costs(STAIRS)))._best(chances, 15) == counts
+
+
+def test_requests_that_share_steps_are_guessed_for_and_stay_what_they_are() -> None:
+    """A draft that is its target, costs that say guesses are free: whatever the clock says, some steps have them."""
+    all_are_there = threading.Event()
+
+    class Gated(Chancy):
+        def forward(self, batch: Batch) -> NDArray[np.float32]:
+            all_are_there.wait()
+            return super().forward(batch)
+
+    backend, draft = Gated(n_ctx=400, n_seq_max=4), Chancy(n_ctx=400, n_seq_max=4)
+    requests: list[dict[str, Any]] = [{"temperature": i % 2, "seed": i, "max_tokens": 300} for i in range(4)]
+    with speculating(backend, draft, ngram=False) as model:
+        streams = [model.generate("abc" * (1 + i), True, ignore_eos=True, **r) for i, r in enumerate(requests)]
+        all_are_there.set()
+        together = [stream.reply() for stream in streams]
+    with speculating(Chancy(n_ctx=400, n_seq_max=4), ngram=False) as model:
+        alone = [model.generate("abc" * (1 + i), ignore_eos=True, **r) for i, r in enumerate(requests)]
+    assert [reply.tokens for reply in together] == [reply.tokens for reply in alone]
+    assert any(len(set(batch.sequences.tolist())) > 1 and len(batch) > 4 for batch in backend.batches)
