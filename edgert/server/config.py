@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from edgert.errors import EdgertError
+from edgert.errors import EdgertError, RequestError
+from edgert.generation import Limits
+from edgert.options import SamplingParams, named
 from edgert.server.choice import Choice
 from edgert.server.registry import Spec, duration
 
@@ -71,17 +73,53 @@ def _choice(name: str, table: Mapping[str, Any], path: str | Path) -> Choice:
         raise EdgertError(f"{path}: choice.{name}: {error}.") from None
 
 
-def specs(models: Mapping[str, Mapping[str, Any]], where: str) -> list[Spec]:
-    """The models of a file, in its order. Raises: EdgertError naming the key that is not known."""
+def specs(
+    models: Mapping[str, Mapping[str, Any]],
+    where: str,
+    value_of: Callable[[str, object], object] = lambda key, value: value,
+) -> list[Spec]:
+    """The models of a file, in its order.
+
+    value_of:  what a flag makes of the file's value for a key; raises RequestError
+
+    Raises: EdgertError naming the key that is not known, or whose value is wrong.
+    """
     found = []
     for name, table in models.items():
+        place = f"{where}: models.{name}"
         if unknown := next((key for key in table if key not in ARGUMENTS and key not in OTHERS), None):
-            raise EdgertError(f"{where}: models.{name}.{unknown} is not known; known are {', '.join(_KNOWN)}.")
-        options = {ARGUMENTS[key]: value for key, value in table.items() if key in ARGUMENTS}
-        keep_alive = duration(table.get("keep-alive", -1))
-        aliases = tuple(map(str, table.get("aliases", ())))
-        found.append(Spec(name, table.get("model", name), options, aliases, keep_alive))
+            raise EdgertError(f"{place}.{unknown} is not known; known are {', '.join(_KNOWN)}.")
+        keys = {argument: f"{place}.{key}" for key, argument in ARGUMENTS.items()}
+        keys |= {field: f"{place}.{field}" for field in OTHERS} | {"keep_alive": f"{place}.keep-alive"}
+        try:
+            options = {ARGUMENTS[key]: value_of(key, value) for key, value in table.items() if key in ARGUMENTS}
+            _check(options)
+            keep_alive, source = duration(table.get("keep-alive", -1)), table.get("model", name)
+            if not isinstance(source, str):
+                raise RequestError("model", f"must be a text, not {source!r}")
+            aliases = table.get("aliases", [])
+            if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+                raise RequestError("aliases", f"must be a list of texts, not {aliases!r}")
+        except RequestError as error:
+            key = keys.get(error.field) or f"{place}.{error.field}"
+            raise EdgertError(f"{key} {error.reason}.") from error
+        found.append(Spec(name, source, options, tuple(aliases), keep_alive, keys))
     return found
 
 
+def _check(options: Mapping[str, Any]) -> None:
+    """Says now what the model's load would say. Raises: RequestError."""
+    from edgert.speculation.loading import Settings
+
+    Limits(**{field: options[field] for field in _LIMITS if field in options})
+    Settings(**{field: options[name] for name, field in _GUESSES.items() if name in options})
+    try:
+        SamplingParams().changed(named("sampling", options.get("sampling", {})))
+    except RequestError as error:
+        inside = error.field != "sampling"
+        raise RequestError(f"sampling.{error.field}" if inside else "sampling", error.reason) from error
+
+
+_LIMITS = ("n_parallel", "window", "stall", "comfort", "patience", "prefix_cache", "prefix_quota")
+_GUESSES = {"spec": "kind", "spec_max": "most"}
 _KNOWN = (*OTHERS, *ARGUMENTS)

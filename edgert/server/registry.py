@@ -37,6 +37,7 @@ class Spec:
     source:      what `edgert.load` takes
     options:     and with which arguments
     keep_alive:  seconds that it stays loaded after its last request
+    keys:        what a file calls those arguments, for who reads an error
     """
 
     name: str
@@ -44,6 +45,7 @@ class Spec:
     options: Mapping[str, Any] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     keep_alive: float = FOREVER
+    keys: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -188,6 +190,8 @@ class Registry:
                 return await asyncio.to_thread(self._load, source, **place.spec.options)
             except DoesNotFitError as error:
                 failure = error
+            except RequestError as error:  # no request's fault
+                raise EdgertError(f"{place.spec.keys.get(error.field, error.field)} {error.reason}.") from error
 
             async def attempt(failure: DoesNotFitError = failure) -> bool:
                 if self._held <= 1:  # alone, it does not fit either

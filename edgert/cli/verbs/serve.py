@@ -11,10 +11,11 @@ from typing import Any
 import click
 
 from edgert import store
-from edgert.cli.flags import flag, model_flags, request_of, sampling_flags
+from edgert.cli.flags import Parts, Threads, flag, model_flags, request_of, sampling_flags
 from edgert.cli.loading import model_path, options_of
 from edgert.cli.text import text_of
 from edgert.cli.verb import verb
+from edgert.errors import RequestError
 
 
 @verb()
@@ -105,13 +106,54 @@ def _configured(ctx: click.Context, path: str | None) -> str | None:
         from edgert.server import config
 
         given, models, choices = config.read(path)
-        known = {parameter.name for parameter in ctx.command.params}
+        flags = {parameter.name or "": parameter for parameter in ctx.command.params}
         given = {{"open": "is_open"}.get(name, name): value for name, value in given.items()}
-        if unknown := next((name for name in given if name not in known), None):
+        if unknown := next((name for name in given if name not in flags), None):
             raise click.UsageError(f"--config: {path}: {unknown.replace('_', '-')} is no flag of this command.")
-        ctx.default_map = given
-        ctx.obj = config.specs(models, path), choices
+
+        def value_of(key: str, value: object) -> object:
+            if (parameter := flags.get(key.replace("-", "_"))) is None:
+                return value
+            try:
+                return parameter.type(_typed(key, value, parameter), parameter, ctx)
+            except click.BadParameter as error:
+                raise RequestError(key, f"is refused: {error.message.rstrip('.')}") from error
+
+        try:
+            ctx.default_map = {
+                name: _typed({"is_open": "open"}.get(name, name.replace("_", "-")), value, flags[name])
+                for name, value in given.items()
+            }
+        except RequestError as error:
+            raise click.UsageError(f"--config: {path}: {error.field} {error.reason}.") from error
+        ctx.obj = config.specs(models, path, value_of), choices
     return path
+
+
+def _typed(key: str, value: object, parameter: click.Parameter) -> object:
+    """A file's value for a flag, whose type a command line could not have mistaken. Raises: RequestError."""
+    if parameter.multiple:
+        return [_typed(key, one, _ONE) for one in (value if isinstance(value, list) else [value])]
+    of = parameter.type
+    kinds: tuple[type, ...]
+    if isinstance(of, click.types.BoolParamType):
+        words, kinds = "true or false", (bool,)
+    elif isinstance(of, Threads | click.types.IntParamType):
+        words, kinds = "an integer", (int,)
+    elif isinstance(of, click.types.FloatParamType):
+        words, kinds = "a number", (int, float)
+    elif isinstance(of, Parts):
+        words, kinds = "a list or a text", (list, str)
+    elif parameter.name == "keep_alive":
+        words, kinds = 'a number or a text such as "5m"', (str, int, float)
+    else:
+        words, kinds = "a text", (str,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise RequestError(key, f"must be {words}, not {value!r}")
+    return value
+
+
+_ONE = click.Option(["--one"])
 
 
 def settings_of(flags: dict[str, Any]) -> dict[str, Any]:
