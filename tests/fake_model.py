@@ -117,7 +117,7 @@ class FakeModel:
         if "slow" in text:
             return FakeStream([f"{i} " for i in range(15)], 0.05)
         if "silent" in text:
-            return FakeStream([""] * 2000, 0.02)
+            return FakeStream([""] * 2000, 0.02, on_progress)
         if "think" in text:
             return FakeStream(["<th", "ink>\nhidden ", "thoughts</thi", "nk>\n\nthe answer"], 0.0)
         if "evil" in text:

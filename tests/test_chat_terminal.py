@@ -222,7 +222,7 @@ def test_an_answer_that_was_stopped(screen: Screen) -> None:
 
 def test_stopped_before_the_first_word(screen: Screen) -> None:
     screen.type("silent\r")
-    time.sleep(0.4)
+    screen.expect("reading the prompt")
     screen.type(CTRL_C)
     screen.expect("Stopped before the answer began")
     screen.expect(HINT)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,9 +32,13 @@ EXCERPTS = excerpts.Steps((0, 4096), (1.0, 2.0), (0.1, 0.2), (0.01, 0.02), (2, 4
 
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates that need no measurement."""
+    """Rates that need no measurement; memory and disk that nobody else has taken."""
     monkeypatch.setattr(rates, "rates", lambda *_, **__: MACHINE)
     monkeypatch.setattr(excerpts, "steps", lambda *_, **__: EXCERPTS)
+    machine = replace(probe.probe(), memory_total=16 << 30, memory_available=8 << 30)
+    monkeypatch.setattr(probe, "probe", lambda *_: machine)
+    usage = shutil.disk_usage(".")._replace(free=64 << 30)
+    monkeypatch.setattr(doctor, "shutil", SimpleNamespace(disk_usage=lambda _: usage))
 
 
 def edgert(*arguments: str, **environment: str) -> Result:
@@ -157,8 +163,8 @@ def test_what_is_wrong_is_named_with_advice(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    usage = doctor.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(doctor, "shutil", SimpleNamespace(disk_usage=lambda _: usage))
     code, found = checks("--no-self-test")
     assert code == 1 and "Make room" in found["models"]["advice"]
 

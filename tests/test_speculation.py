@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake import EOS, N_VOCAB, FakeBackend, FakeTemplate, FakeTokenizer, hashed, says
+from fake import EOS, N_VOCAB, FakeBackend, FakeTemplate, FakeTokenizer, hashed, held, says
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -27,6 +27,34 @@ from edgert.speculation.ngram import NgramMemory
 
 Logits = Callable[[list[int]], NDArray[np.float32]]
 CHEAP = [1e-3 + 1e-5 * i for i in range(30)]  # seconds of a step by its rows: guesses nearly for free
+
+
+class Clock:
+    """What the speculator measures steps by: each takes what it is said to cost, on whatever machine."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def runs_by(self, backend: FakeBackend, costs: Sequence[float]) -> None:
+        """Lets steps of a backend take so long, by their rows."""
+
+        def step(batch: Batch) -> None:
+            self.now += costs[min(len(batch), len(costs)) - 1]
+
+        backend.before_forward = step
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    CLOCK.now = 0.0
+    for module in ("economics", "speculator"):
+        monkeypatch.setattr(f"edgert.speculation.{module}.perf_counter", CLOCK)
 
 
 class Chancy(FakeBackend):
@@ -52,6 +80,9 @@ def speculating(
     speculator = Speculator(
         backend.n_ctx, backend.n_seq_max, Costs(costs), DraftModel(draft) if draft else None, **options
     )
+    CLOCK.runs_by(backend, costs)
+    if draft:
+        CLOCK.runs_by(draft, [costs[0] / 20])
     tokenizer: Any = FakeTokenizer()
     template: Any = FakeTemplate()
     return Model(backend, tokenizer, template, SamplingParams(temperature=0), speculator=speculator)
@@ -185,7 +216,8 @@ def test_many_requests_at_once_are_those_of_each_alone() -> None:
     prompts = [("abc" * (1 + i % 3), {"temperature": i % 2, "seed": i, "max_tokens": 20 + i}) for i in range(16)]
     with speculating(backend, draft, most=2, least=2) as model:
         alone = [model.generate(prompt, **parameters) for prompt, parameters in prompts]  # type: ignore[arg-type]
-        streams = [model.generate(prompt, True, **parameters) for prompt, parameters in prompts]  # type: ignore[call-overload]
+        with held(backend):
+            streams = [model.generate(prompt, True, **parameters) for prompt, parameters in prompts]  # type: ignore[call-overload]
         together = [stream.reply() for stream in streams]
     assert [reply.tokens for reply in together] == [reply.tokens for reply in alone]
     assert sum(reply.stats.draft_n_accepted for reply in together) > 0
@@ -193,11 +225,12 @@ def test_many_requests_at_once_are_those_of_each_alone() -> None:
 
 
 def test_a_cancelled_request_leaves_a_sound_cache() -> None:
-    backend = Chancy(delay=0.002)
+    backend = Chancy()
     with speculating(backend, Chancy(1.0)) as model:
-        stream = model.generate("abc", True, ignore_eos=True)
-        pieces = [next(stream) for _ in range(3)]
-        stream.cancel()
+        with held(backend, after=4):
+            stream = model.generate("abc", True, ignore_eos=True)
+            pieces = [next(stream) for _ in range(3)]
+            stream.cancel()
         rest = list(stream)
         assert rest[-1].finish_reason == "cancelled"
         tokens = [t for chunk in (*pieces, *rest) for t in chunk.tokens]
@@ -441,7 +474,9 @@ def test_a_text_that_gives_nothing_to_guess_is_left_alone() -> None:
             asked.append(len(tasks))
             return super().propose(tasks, room)
 
-    speculator = Watched(backend.n_ctx, backend.n_seq_max, Costs([1.0, 2.0, 3.0, 4.0, *(5.0 + i for i in range(20))]))
+    costs = [1.0, 2.0, 3.0, 4.0, *(5.0 + i for i in range(20))]
+    speculator = Watched(backend.n_ctx, backend.n_seq_max, Costs(costs))
+    CLOCK.runs_by(backend, costs)
     tokenizer: Any = FakeTokenizer()
     with Model(backend, tokenizer, None, SamplingParams(temperature=0), speculator=speculator) as model:
         noise: dict[str, Any] = {"temperature": 50.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True}
@@ -509,13 +544,15 @@ def test_a_draft_that_breaks_does_not_break_the_reply() -> None:
 
 
 def test_who_comes_and_who_leaves_interrupts_a_step_of_several_rounds() -> None:
-    with speculating(Chancy(), Chancy()) as model:
+    backend = Chancy()
+    with speculating(backend, Chancy()) as model:
         assert model.speculator is not None
         word = model.speculator.interrupted  # which nothing resets where there are no such steps
         assert word[0] == 0
-        stream = model.generate("abc", True, max_tokens=60, ignore_eos=True)
-        assert word[0] == 1
-        word[0] = 0
-        stream.cancel()
-        assert word[0] == 1
+        with held(backend):
+            stream = model.generate("abc", True, max_tokens=60, ignore_eos=True)
+            assert word[0] == 1
+            word[0] = 0
+            stream.cancel()
+            assert word[0] == 1
         stream.reply()

@@ -57,7 +57,7 @@ RESTARTED = """
 import sys, edgert
 with edgert.load(sys.argv[1], n_ctx=128, n_threads=1, backend="cpu", spec="off") as model:
     for _ in range(10):
-        print(model.generate([1, 2, 3], temperature=1.5, max_tokens=8, ignore_eos=True).tokens)
+        print(model.generate([1, 2, 3], temperature=1.5, max_tokens=32, ignore_eos=True).tokens)
 """
 
 
@@ -69,8 +69,7 @@ def test_without_a_seed_answers_differ_after_a_restart_too(tiny_model: Callable[
         for _ in range(2)
     ]
     assert [len(run) for run in runs] == [10, 10]
-    assert len(set(runs[0])) > 5 and len(set(runs[1])) > 5
-    assert runs[0] != runs[1]
+    assert len({*runs[0], *runs[1]}) > 10  # of 32 tokens each: that two are equal does not happen
 
 
 def chances(logits: np.ndarray, history: list[int], **params: Any) -> np.ndarray:

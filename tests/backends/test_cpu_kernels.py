@@ -257,7 +257,8 @@ def test_places_of_the_team_are_those_of_the_walk():
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2 if hasattr(os, "sched_getaffinity") else True, reason="one core")
 def test_a_team_gets_on_beside_other_programs():
-    """Threads that poll while their partner is put aside would take a turn of milliseconds for each op."""
+    """Threads that poll while their partner is put aside would take a turn of milliseconds for each op, and compute
+    in all of it; what else the machine does makes that no more."""
     best = isa.select()
     address = compiler.addresses(["angles"], best)["angles"]
     one, zeros, out = np.zeros(1, np.int64), np.zeros(4), np.zeros(8, np.float32)
@@ -268,10 +269,10 @@ def test_a_team_gets_on_beside_other_programs():
     pair = team.Team(2, best)
     try:
         pair.run(tape)
-        start = time.monotonic()
+        start = time.process_time()
         for _ in range(20):
             pair.run(tape)
-        assert time.monotonic() - start < 5  # 10,000 ops: 0.002 s alone, 15 to 30 s by turns
+        assert time.process_time() - start < 5  # 10,000 ops: 0.002 s alone, 15 to 30 s by turns
     finally:
         pair.close()
         for hog in hogs:

@@ -14,9 +14,11 @@ import http.client
 import json
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -39,8 +41,11 @@ class Load:
     secret:  each client has a word of its own in its prompts, which no other client's answer may hold
     """
 
-    def __init__(self, port: int, seconds: float) -> None:
-        self.port, self.end = port, time.monotonic() + seconds
+    LEAST = 10  # requests of each client, and
+    EXCHANGES = 2  # exchanges of the file, however slow the machine is
+
+    def __init__(self, port: int) -> None:
+        self.port, self.end = port, 0.0
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
         self._alone: dict[str, str] = {}
@@ -58,6 +63,10 @@ class Load:
     def post(self, path: str, **body: Any) -> tuple[int, Any]:
         status, data = self.request("POST", path, json.dumps(body).encode())
         return status, json.loads(data)
+
+    def count(self, what: str) -> None:
+        with self._lock:
+            self.counts[what] += 1
 
     def fault(self, text: str) -> None:
         with self._lock:
@@ -79,18 +88,20 @@ class Load:
         draw = random.Random(number)
         kinds = [self.greedy] * 5 + [self.leave] * 3 + [self.form, self.tool, self.embed, self.nonsense, self.long]
         kinds += [self.secret, self.half]
-        while time.monotonic() < self.end:
+        n = 0
+        while n < self.LEAST or time.monotonic() < self.end:
+            n += 1
             kind = draw.choice(kinds)
             try:
                 kind(draw, number)
-                self.counts[kind.__name__] += 1
+                self.count(kind.__name__)
             except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
                 self.fault(f"{kind.__name__}: {type(error).__name__} {error}")
 
     def checked(self, status: int, answer: Any, allowed: tuple[int, ...] = (200,)) -> bool:
         """Whether there is an answer to look at; a busy server is no fault."""
         if status in (429, 503):
-            self.counts["busy"] += 1
+            self.count("busy")
             time.sleep(0.05)
             return False
         if status not in allowed:
@@ -103,7 +114,7 @@ class Load:
         if self.checked(status, answer):
             text = answer["choices"][0]["message"]["content"]
             if text != self._alone[topic]:
-                self.counts["different"] += 1
+                self.count("different")
                 self.fault(f"{topic}: {text!r} beside others, {self._alone[topic]!r} alone")
 
     def secret(self, draw: random.Random, number: int) -> None:
@@ -126,7 +137,7 @@ class Load:
             try:
                 connection.recv(2000)
             except TimeoutError:
-                self.counts["left before a word"] += 1
+                self.count("left before a word")
 
     def half(self, draw: random.Random, number: int) -> None:
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
@@ -163,10 +174,12 @@ class Load:
 
     def exchange(self, every: float) -> None:
         """Exchanges the model's file again and again."""
-        while time.monotonic() < self.end - every:
+        n = 0
+        while n < self.EXCHANGES or time.monotonic() < self.end - every:
+            n += 1
             time.sleep(every)
             status, answer = self.post("/v1/models/soak/reload")
-            self.counts["exchanged"] += 1
+            self.count("exchanged")
             if status != 200:
                 self.fault(f"exchange: {status} {answer}")
 
@@ -180,23 +193,20 @@ def held(process: int) -> dict[str, float]:
 
 def soak(model: str, seconds: float, clients: int = 8, threads: int = 2, exchanges: bool = True) -> dict[str, Any]:
     """Runs a server under load; what was counted, and `faults`, which should be none."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    config = Path(os.environ.get("TMPDIR", "/tmp")) / f"edgert-soak-{port}.toml"
+    config = Path(tempfile.mkdtemp()) / "edgert-soak.toml"
     config.write_text(f"[models.soak]\nmodel = {json.dumps(model)}\nctx-size = 2048\nthreads = {threads}\n")
-    command = [sys.executable, "-m", "edgert", "serve", "--config", str(config), "--port", str(port)]
-    process = subprocess.Popen([*command, "-np", "4", "--queue", "16"])
-    load = Load(port, seconds)
+    command = [sys.executable, "-m", "edgert", "serve", "--config", str(config), "--port", "0"]
+    process = subprocess.Popen([*command, "-np", "4", "--queue", "16"], stderr=subprocess.PIPE, text=True)
+    assert process.stderr
     try:
-        while True:
-            try:
-                if load.request("GET", "/health")[0] == 200:
-                    break
-            except OSError:
-                if process.poll() is not None:
-                    raise SystemExit("the server ended at its start") from None
-            time.sleep(0.2)
+        for line in process.stderr:
+            print(line, end="", file=sys.stderr)
+            if line.startswith("listening on "):
+                break
+        else:
+            raise SystemExit("the server ended at its start")
+        threading.Thread(target=shutil.copyfileobj, args=(process.stderr, sys.stderr), daemon=True).start()
+        load = Load(int(line.rpartition(":")[2]))
         load.learn()
         load.end = time.monotonic() + seconds
         workers = [threading.Thread(target=load.client, args=(number,)) for number in range(clients)]
@@ -229,8 +239,8 @@ def soak(model: str, seconds: float, clients: int = 8, threads: int = 2, exchang
         }
     finally:
         process.terminate()
-        process.wait(60)
-        config.unlink()
+        process.wait(120)
+        shutil.rmtree(config.parent)
 
 
 def main() -> None:

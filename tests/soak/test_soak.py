@@ -17,4 +17,4 @@ def test_half_a_minute_of_everything(smollm2_path: Path) -> None:
     found = soak(str(smollm2_path), 30, clients=6, threads=1)
     assert found["faults"] == []
     assert found["counts"]["exchanged"] >= 2
-    assert sum(found["counts"].values()) > 50
+    assert sum(found["counts"].values()) > 6 * 10

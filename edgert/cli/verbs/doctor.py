@@ -174,7 +174,7 @@ def caches() -> Iterator[Check]:
 def _folder(name: str, folder: Path) -> Check:
     variable = "EDGERT_MODELS" if name == "models" else "EDGERT_CACHE"
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    size = sum(_size(path) for path in folder.rglob("*")) if folder.is_dir() else 0
+    size = sum(_size(Path(place, file)) for place, _, files in os.walk(folder) for file in files)
     text = f"{folder}, {size / 1e6:,.0f} MB"
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         advice = f"Give yourself the right to write there, or name another folder in {variable}."
