@@ -3,10 +3,10 @@
     python tests/bench/plan.py smollm2 gemma3 random-1.1b.gguf -c 2048,8192 [--backend llama|onnx]
 
 Every measurement has a process of its own, which loads the model through `edgert.load`, reads a prompt that fills
-the context and writes 64 tokens; the rate of decoding is that of the median step, and of several prefills the best
-counts, because what else runs on the machine only takes away. What predictions rest on is measured as well: this
-machine's rates for the cpu backend, anew before each model, and for the others excerpts of the model. Each row is shown
-as it is measured; llama.cpp takes minutes for a long context (-r 1).
+the context and writes 64 tokens; the rate of decoding is that of the median step. What predictions rest on is measured
+as well, anew before each of them: this machine's rates for the cpu backend, and for the others excerpts of the model.
+Both sides take turns (-r), and medians are compared. Each row is shown as it is measured; llama.cpp takes minutes for a
+long context (-r 1).
 """
 
 from __future__ import annotations
@@ -28,20 +28,16 @@ import numpy as np
 import edgert
 from edgert.devices import probe
 
-backend, path, n_ctx, n_threads, repetitions = *sys.argv[1:3], *map(int, sys.argv[3:])
+backend, path, n_ctx, n_threads = *sys.argv[1:3], *map(int, sys.argv[3:])
 with edgert.load(path, backend=backend, n_ctx=n_ctx, n_threads=n_threads, spec="off") as model:
     ids = np.random.default_rng(0).integers(0, model.n_vocab, n_ctx - {REPLY} - 1).tolist()
     model.generate(ids[:512], max_tokens=4, temperature=0, ignore_eos=True)
-    prefills, gaps = [], []
-    for i in range(repetitions):
-        times = []
-        stream = model.generate([i + 1, *ids[1:]], True, max_tokens={REPLY}, temperature=0, ignore_eos=True)
-        for chunk in stream:
-            times += [time.perf_counter()] * bool(chunk.tokens)
-            stats = chunk.stats or None
-        prefills.append(stats.prompt_per_second)
-        gaps += [b - a for a, b in zip(times, times[1:])]
-    rates = {{"prefill": max(prefills), "decode_at_end": 1 / float(np.median(gaps))}}
+    times = []
+    for chunk in model.generate([1, *ids[1:]], True, max_tokens={REPLY}, temperature=0, ignore_eos=True):
+        times += [time.perf_counter()] * bool(chunk.tokens)
+        stats = chunk.stats or None
+    gaps = [b - a for a, b in zip(times, times[1:])]
+    rates = {{"prefill": stats.prompt_per_second, "decode_at_end": 1 / float(np.median(gaps))}}
     print(json.dumps(rates | {{"peak": probe.process_memory()[1]}}))
 """
 
@@ -50,7 +46,7 @@ with edgert.load(path, backend=backend, n_ctx=n_ctx, n_threads=n_threads, spec="
 @click.argument("models", nargs=-1, required=True)
 @click.option("-c", "--ctx-size", "contexts", default="2048,8192", show_default=True)
 @click.option("-t", "--threads", default=2, show_default=True)
-@click.option("-r", "--repetitions", default=2, show_default=True)
+@click.option("-r", "--repetitions", default=3, show_default=True)
 @click.option("--backend", type=click.Choice(["cpu", "llama", "onnx"]), default="cpu", show_default=True)
 @click.option("--json", "as_json", is_flag=True)
 def main(models: tuple[str, ...], contexts: str, threads: int, repetitions: int, backend: str, as_json: bool) -> None:
@@ -79,35 +75,45 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """What is predicted and measured of each model in each context."""
     from edgert import store
-    from edgert.backends import planning
-    from edgert.backends.cpu import rates
-    from edgert.quantize.architecture import describe
     from edgert.quantize.gguf_file import GGUFFile
 
     for name in models:
         path = store.resolve(name)
         with GGUFFile.open(path) as file:
-            a = describe(file)
-            machine = None
-            if backend == "cpu":
-                machine = rates.rates(threads, (a.n_head, a.n_head_kv, a.head_dim), fresh=True)
             for n_ctx in contexts:
-                request = planning.Request(file, n_ctx, excerpts=backend != "cpu", n_threads=threads)
-                found = planning.places(request, machine)
-                place = next(one for one in found if (one.backend, one.device) == (backend, "cpu"))
-                command = [sys.executable, "-c", CHILD, backend, str(path), str(n_ctx), str(threads), str(repetitions)]
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                yield {
-                    "model": Path(path).stem,
-                    "n_ctx": n_ctx,
-                    "basis": place.basis,
-                    "predicted": {
-                        "peak": place.memory["total"],
-                        "prefill": place.prefill,
-                        "decode_at_end": place.decode_at_end,
-                    },
-                    "measured": json.loads(done.stdout.splitlines()[-1]),
+                sides: dict[str, list[dict[str, float]]] = {"predicted": [], "measured": []}
+                for _ in range(repetitions):
+                    found, basis = predicted(file, n_ctx, threads, backend)
+                    sides["predicted"].append(found)
+                    command = [sys.executable, "-c", CHILD, backend, str(path), str(n_ctx), str(threads)]
+                    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                    sides["measured"].append(json.loads(done.stdout.splitlines()[-1]))
+                medians = {
+                    side: {what: statistics.median(one[what] for one in found) for what in found[0]}
+                    for side, found in sides.items()
                 }
+                yield {"model": Path(path).stem, "n_ctx": n_ctx, "basis": basis, **medians, "runs": sides}
+
+
+def predicted(file: Any, n_ctx: int, threads: int, backend: str) -> tuple[dict[str, float], str]:
+    """What `edgert plan` says, measured anew, and where it comes from."""
+    from edgert.backends import excerpts, planning
+    from edgert.backends.cpu import rates
+    from edgert.quantize.architecture import describe
+
+    a = describe(file)
+    machine = rates.rates(threads, (a.n_head, a.n_head_kv, a.head_dim), fresh=True) if backend == "cpu" else None
+    found = planning.places(planning.Request(file, n_ctx, n_threads=threads), machine)
+    place = next(one for one in found if (one.backend, one.device) == (backend, "cpu"))
+    if machine is not None:
+        return {
+            "peak": place.memory["total"],
+            "prefill": place.prefill or 0,
+            "decode_at_end": place.decode_at_end or 0,
+        }, place.basis
+    options = {"device": "cpu"} if backend == "onnx" else planning._options("cpu", 0, (None, None))
+    steps = excerpts.steps(file, backend, options, threads, fresh=True)
+    return {"peak": place.memory["total"], **steps.rates(n_ctx)}, steps.basis
 
 
 if __name__ == "__main__":
