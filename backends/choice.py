@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert import backends
+from edgert.backends import attempts
 from edgert.backends.base import Backend, Batch, Trial
 from edgert.devices import accelerators
 from edgert.devices.notes import Notes
@@ -106,7 +108,7 @@ def choose(file: GGUFFile, common: Mapping[str, Any], options: Mapping[str, Any]
         except (EdgertError, KeyError, TypeError) as error:
             log.warning("The backend that was chosen before no longer serves (%s): all are tried again.", error)
             notes.put(key, None)
-    return _Trials(file, common, options, wish, found).winner(notes, key)
+    return _Trials(file, common, options, wish, found, key).winner(notes)
 
 
 def candidates(wish: Wish) -> tuple[list[Candidate], list[Trial]]:
@@ -184,14 +186,15 @@ class _Trials:
         options: Mapping[str, Any],
         wish: Wish,
         found: list[Candidate],
+        key: str,
     ) -> None:
-        self._file, self._common, self._options, self._wish = file, common, options, wish
+        self._file, self._common, self._options, self._wish, self._key = file, common, options, wish, key
         self._all = [Candidate("cpu", {}), *found]
         self.trials: list[Trial] = []
         self._errors: list[Exception] = []
         self._reference: tuple[list[int], NDArray[np.float32]] | None = None
 
-    def winner(self, notes: Notes, key: str) -> Backend:
+    def winner(self, notes: Notes) -> Backend:
         """The backend to use, open. Raises: EdgertError when there is none, or not what was required."""
         if self._wish.require:
             self._refuse()
@@ -216,7 +219,7 @@ class _Trials:
         if any(isinstance(error, DoesNotFitError | MemoryError) for error in self._errors):
             return _judged(backend, self.trials)  # next time there may be room
         note = asdict(chosen) | {"file": str(self._file.path), "named": self._wish.named}
-        notes.put(key, note | {"trials": [asdict(trial) for trial in self.trials]})
+        notes.put(self._key, note | {"trials": [asdict(trial) for trial in self.trials]})
         return _judged(backend, self.trials)
 
     def _refuse(self) -> None:
@@ -246,10 +249,14 @@ class _Trials:
         """The backend, open, if it may be used; a trial is noted in any case."""
         backend: Backend | None = None
         trial = Trial(one.backend)
+        attempt = f"{one.backend} {self._key}"
         try:
-            backend = self._open(one)
-            trial = replace(trial, device=backend.verdict.device)
-            trial = self._examine(one, backend, trial) if examine else trial
+            if one.backend != "cpu" and attempts.was_fatal(attempt):
+                raise BackendUnavailableError(attempts.FATAL)
+            with nullcontext() if one.backend == "cpu" else attempts.noted(attempt):
+                backend = self._open(one)
+                trial = replace(trial, device=backend.verdict.device)
+                trial = self._examine(one, backend, trial) if examine else trial
         except Exception as error:  # of libraries and drivers too: the next backend may still work
             if one.backend == "cpu" and not isinstance(error, UnsupportedFormatError | DoesNotFitError):
                 if backend is not None:

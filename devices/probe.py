@@ -107,6 +107,11 @@ def process_memory() -> tuple[int, int]:
     return int(info.rss), int(peak if sys.platform == "darwin" else peak * 1024)
 
 
+def runs(process: int) -> bool:
+    """Whether there is a process of this number."""
+    return bool(_psutil().pid_exists(process))
+
+
 def _psutil() -> Any:
     """The module, imported on first use: it takes longer than everything else here together."""
     import psutil  # type: ignore[import-untyped]

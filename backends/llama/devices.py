@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from edgert.backends.llama.footprint import besides, head_bytes, kv_of_layer, layer_bytes
-from edgert.backends.llama.library import ggml_function, library
+from edgert.backends.llama.library import complaint, ggml_function, library
 from edgert.devices import accelerators
 from edgert.devices import gpus as gpu_list
 from edgert.errors import BackendUnavailableError
@@ -36,6 +36,9 @@ def unreached() -> tuple[str, str]:
         return reason, remedy
     here = gpu_list.gpus()
     if kinds := _built_for():
+        if words := complaint():
+            renew = "install the GPU's newest driver, and look again with `edgert devices`"
+            return f"its build for {', '.join(kinds)} finds none ({words})", renew
         what = f"the {here[0].name}" if here else "a GPU"
         look = "look whether its driver answers and whether a variable such as CUDA_VISIBLE_DEVICES hides it"
         return f"its build for {', '.join(kinds)} finds none, though the system has {what}", look

@@ -59,7 +59,25 @@ class Log:
         return [match.groups() for line in self.lines if (match := _BUFFER.search(line))]  # type: ignore[misc]
 
 
+# What this door's users call, but for what every version has had for long.
+NEEDED = (
+    "llama_get_memory",
+    "llama_init_from_model",
+    "llama_memory_seq_cp",
+    "llama_memory_seq_pos_max",
+    "llama_memory_seq_pos_min",
+    "llama_memory_seq_rm",
+    "llama_model_load_from_file",
+    "llama_model_n_params",
+    "llama_set_embeddings",
+    "llama_state_seq_get_data",
+    "llama_state_seq_set_data",
+    "llama_supports_rpc",
+    "llama_vocab_n_tokens",
+)
+
 messages = Log()
+_complaints: list[str] = []  # of drivers, when the library looked for devices
 _library: ModuleType | None = None
 _callback: Any = None  # llama.cpp keeps a bare pointer to it
 
@@ -83,11 +101,23 @@ def library() -> ModuleType:
                 f"llama-cpp-python is installed but its library does not load ({error}): "
                 f"build it again with {INSTALL} --force-reinstall --no-binary llama-cpp-python"
             ) from error
+        if missing := [name for name in NEEDED if not hasattr(module, name)]:
+            found = getattr(sys.modules.get("llama_cpp"), "__version__", "")
+            raise BackendUnavailableError(
+                f"llama-cpp-python {found} is too old or too new for edgert, since it has no {missing[0]}: "
+                f"{INSTALL} --upgrade --force-reinstall"
+            )
         _callback = module.llama_log_callback(lambda level, text, _: messages.write(level, text))
         module.llama_log_set(_callback, ctypes.c_void_p(0))
         module.llama_backend_init()
+        _complaints[:] = messages.errors
         _library = module
     return _library
+
+
+def complaint() -> str:
+    """What the library said when it found no device that it was built for, such as that a driver is too old."""
+    return _complaints[-1].strip() if _complaints else ""
 
 
 def function(name: str, result: Any, *arguments: Any) -> Any:

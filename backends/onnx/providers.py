@@ -251,6 +251,8 @@ def _openvino_devices() -> set[str]:
 
 def _plugin(ort: ModuleType, provider: Provider) -> tuple[str, set[str]]:
     """Registers a provider's library: its version, and the kinds of devices that it finds."""
+    if not hasattr(ort, "get_ep_devices"):
+        raise BackendUnavailableError(f"onnxruntime {ort.__version__} is too old to take plug-ins")
     try:
         module = importlib.import_module(provider.plugin)
     except ImportError as error:

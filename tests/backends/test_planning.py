@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -383,6 +384,23 @@ def test_excerpts_are_run_once_and_their_failure_is_told(
         monkeypatch.setattr(excerpts, "_asked", failing)
         found = planning._rates(Request(file, 256, excerpts=True), "onnx", {"device": "cpu"})
     assert found == {"basis": "its rates are not known, for an excerpt does not run: no such device"}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell script")
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("kill -SEGV $$", "they ended with status -11"), ("echo no such device >&2; exit 1", "no such device")],
+)
+def test_a_crash_of_an_excerpt_is_told(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path], tmp_path: Path, script: str, words: str
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with GGUFFile.open(tiny_model("llama")) as file:
+        found = planning._rates(Request(file, 256, excerpts=True), "llama", {"device": "cpu"})
+    assert found == {"basis": f"its rates are not known, for an excerpt does not run: {words}"}
 
 
 # llama.cpp on the processor

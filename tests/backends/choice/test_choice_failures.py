@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,18 @@ import pytest
 from twins import KINDS, door, failing, load, machine
 
 import edgert
+from edgert.backends import choice
+from edgert.backends.choice import Wish
 from edgert.devices.notes import Notes
 from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, UnsupportedFormatError
+from edgert.quantize.gguf_file import GGUFFile
 
 FAILURES: dict[str, tuple[BaseException | dict[str, Any], str]] = {
     "missing library": (BackendUnavailableError("its package is not installed: pip install it"), "pip install it"),
+    "package that does not load": (BackendUnavailableError("its library does not load: build it again"), "build it"),
+    "package too old": (BackendUnavailableError("its package is too old: renew it"), "too old: renew it"),
     "absent device": (BackendUnavailableError("no such device: install the driver"), "install the driver"),
+    "driver too old": (BackendUnavailableError("the driver is insufficient: install a newer one"), "a newer one"),
     "corrupt blob": (BackendUnavailableError("its blob is damaged and does not compile"), "its blob is damaged"),
     "unsupported op": (UnsupportedFormatError("it lacks the operator Swish"), "lacks the operator Swish"),
     "out of memory": (DoesNotFitError("it needs 900 MiB, 100 MiB are free: use -c 64"), "needs 900 MiB"),
@@ -56,6 +64,55 @@ def test_every_failure_has_its_verdict(
         assert (failure in ("out of memory", "no memory at all")) == (not Notes("choices").path.exists())
         backend.close()
     assert all(one._closed for one in made)
+
+
+@pytest.mark.parametrize(
+    ("same_top", "kl", "right"),
+    [(1.0, 0.16, False), (0.69, 0.0, False), (0.7, 0.15, True)],
+    ids=["another distribution", "another likeliest token", "as GPUs round"],
+)
+@pytest.mark.parametrize("name", ["llama", "onnx"])
+def test_answers_are_right_within_bounds(
+    monkeypatch: pytest.MonkeyPatch, path: Path, name: str, same_top: float, kl: float, right: bool
+) -> None:
+    machine(monkeypatch, KINDS[name])
+    door(monkeypatch, "cpu", pause=0.004)
+    door(monkeypatch, name)
+    monkeypatch.setattr(choice, "agreement", lambda *_: (same_top, kl))
+    backend = load(path)
+    backend.close()
+    assert backend.verdict.backend == (name if right else "cpu")
+    assert ("its answers are wrong" in backend.verdict.trials[1].obstacle) == (not right)
+    if not right:
+        with pytest.raises(BackendUnavailableError, match=f"in {100 * same_top:.0f} % of .* KL divergence {kl:.3g}"):
+            load(path, device=KINDS[name], require=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "onnx"])
+def test_what_ended_the_process_that_tried_it_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, path: Path, name: str
+) -> None:
+    """A library may crash; who insists may try it once more."""
+    machine(monkeypatch, KINDS[name])
+    with GGUFFile.open(path) as file:
+        key = choice._key(file, {"n_ctx": 128, "n_threads": 1}, {}, Wish(None, None, False))
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    Notes("attempts").put(f"{name} {key}", child.pid)
+    made = door(monkeypatch, name, pause=0.004)
+    load(path).close()
+    assert len(made) == 1, "another process that is still at it says nothing"
+    Notes("choices").path.unlink()
+    Notes("attempts").put(f"{name} {key}", child.pid)
+    child.communicate()
+    for _ in range(2):  # told, and remembered
+        backend = load(path)
+        backend.close()
+        assert backend.verdict.backend == "cpu" and len(made) == 1
+        assert f"not {name}: the process that tried it last ended in the middle of it" in str(backend.verdict)
+    Notes("choices").path.unlink()
+    load(path).close()
+    assert len(made) == 2
+    assert not Notes("attempts").all(), "who ended it, in whatever way, is not waited for"
 
 
 @pytest.mark.parametrize("failure", FAILURES)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from twins import load
 
 from edgert import backends
+from edgert.backends import choice, survey
 from edgert.backends.base import Verdict
 from edgert.devices import accelerators
 from edgert.devices.notes import Notes
@@ -57,6 +60,46 @@ def test_llama_without_its_library(monkeypatch: pytest.MonkeyPatch, path: Path) 
     assert "libcudart.so.13" in backend.verdict.trials[1].obstacle
     with pytest.raises(BackendUnavailableError, match=r"libcudart\.so\.13.*--force-reinstall"):
         load(path, backend="llama")
+
+
+def test_llama_of_another_age(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Where a function is missing that the backend calls."""
+    from edgert.backends.llama import library
+
+    older = SimpleNamespace(**{name: None for name in library.NEEDED if name != "llama_memory_seq_rm"})
+    monkeypatch.setattr(accelerators, "present", lambda *_: frozenset({"gpu"}))
+    monkeypatch.setattr(choice, "installed", lambda name: name == "llama")
+    monkeypatch.setattr(library, "_library", None)
+    real = importlib.import_module
+    mine = {"llama_cpp.llama_cpp": older}
+    monkeypatch.setattr(library.importlib, "import_module", lambda name, *rest: mine.get(name) or real(name, *rest))
+    backend = load(path)
+    backend.close()
+    words = "for edgert, since it has no llama_memory_seq_rm"
+    assert backend.verdict.backend == "cpu" and words in backend.verdict.trials[1].obstacle
+    with pytest.raises(BackendUnavailableError, match=f"{words}: pip install .* --upgrade"):
+        load(path, backend="llama")
+    found = [use for use in survey.survey([]) if use.backend == "llama"]
+    assert found and all(words in use.obstacle for use in found)
+
+
+def test_whatever_the_llama_backend_calls_is_looked_for() -> None:
+    """But for what llama.cpp has had since long before the rest."""
+    from edgert.backends.llama import library
+
+    folder = Path(library.__file__).parent
+    called = {
+        name for file in folder.glob("*.py") for name in re.findall(r"\.(llama_[a-z_]+)\(", file.read_text("utf-8"))
+    }
+    old = {
+        *("llama_backend_init", "llama_batch", "llama_context_default_params", "llama_decode", "llama_free"),
+        *("llama_log_callback", "llama_log_set", "llama_max_devices", "llama_model_default_params", "llama_model_desc"),
+        *("llama_model_free", "llama_model_get_vocab", "llama_model_n_embd", "llama_model_size"),
+        *("llama_print_system_info", "llama_state_seq_get_size", "llama_tokenize"),
+    }
+    assert called - old <= set(library.NEEDED)
+    if has("llama_cpp"):
+        assert all(hasattr(library.library(), name) for name in (called & old) | set(library.NEEDED))
 
 
 @needs_llama
@@ -133,6 +176,38 @@ def test_llama_that_does_not_know_the_model(monkeypatch: pytest.MonkeyPatch, fak
     backend = load(path)
     backend.close()
     assert "unknown model architecture" in backend.verdict.trials[1].obstacle
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
+def test_onnx_whose_package_does_not_load(monkeypatch: pytest.MonkeyPatch, path: Path, package: str) -> None:
+    from edgert.backends.onnx import providers
+
+    def broken(name: str) -> Any:
+        if name == package:
+            raise ImportError("libonnx.so: undefined symbol")
+        return SimpleNamespace()
+
+    monkeypatch.setattr(providers.importlib, "import_module", broken)
+    monkeypatch.setattr(accelerators, "present", lambda *_: frozenset({"npu"}))
+    monkeypatch.setattr(accelerators, "lack", lambda *_: ("", ""))
+    monkeypatch.setattr(choice, "installed", lambda name: name == "onnx")
+    backend = load(path)
+    backend.close()
+    words = f"The package {package} is installed but does not load"
+    assert backend.verdict.backend == "cpu" and words in backend.verdict.trials[1].obstacle
+    with pytest.raises(BackendUnavailableError, match=f"{words} .*undefined symbol.*--force-reinstall"):
+        load(path, device="npu", require=True)
+
+
+def test_onnx_of_another_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes no plug-ins: what is built in may still run."""
+    from edgert.backends.onnx import providers
+
+    older = SimpleNamespace(__version__="1.15.0", get_available_providers=lambda: [providers.CPU])
+    monkeypatch.setattr(providers, "runtime", lambda: older)
+    monkeypatch.setattr(accelerators, "lack", lambda *_: ("", ""))
+    found = {device.name: device.obstacle for device in providers.devices()}
+    assert found["cpu"] == "" and found["qnn"] == "onnxruntime 1.15.0 is too old to take plug-ins"
 
 
 @pytest.fixture

@@ -77,6 +77,23 @@ def test_llama_reaches_no_gpu(monkeypatch: pytest.MonkeyPatch, path: Path, opene
             assert (use.obstacle, use.remedy.startswith(remedy)) == (reason, True)
 
 
+@needs_llama
+def test_a_driver_that_is_too_old_is_told_in_llama_s_words(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    from edgert.backends.llama import devices, library
+
+    listed(monkeypatch, [NVIDIA])
+    monkeypatch.setattr(devices, "devices", list)
+    monkeypatch.setattr(devices, "_built_for", lambda: ["CUDA"])
+    words = "ggml_cuda_init: failed to initialize CUDA: CUDA driver version is insufficient for CUDA runtime version"
+    library.library()
+    monkeypatch.setattr(library, "_complaints", [words])
+    with pytest.raises(BackendUnavailableError) as caught:
+        load(path, device="gpu", require=True)
+    assert f"its build for CUDA finds none ({words}): install the GPU's newest driver" in str(caught.value)
+    (use,) = [use for use in survey.survey([NVIDIA]) if use.backend == "llama" and not use.usable]
+    assert words in use.obstacle and use.remedy.startswith("install the GPU's newest driver")
+
+
 @pytest.mark.parametrize(
     ("found", "said"),
     [
