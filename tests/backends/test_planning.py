@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -501,14 +502,21 @@ from edgert.backends import planning
 from edgert.devices import probe
 from edgert.quantize.gguf_file import GGUFFile
 path, n_ctx = sys.argv[1], int(sys.argv[2])
-with edgert.load(path, backend="llama", device="cpu", n_ctx=n_ctx, n_threads=1) as model:
-    model.generate(list(range(100, 612)), max_tokens=2, temperature=0, ignore_eos=True)
+with edgert.load(path, backend=sys.argv[3], device="cpu", n_ctx=n_ctx, n_threads=1) as model:
+    model.generate(list(range(100, 100 + int(sys.argv[4]))), max_tokens=2, temperature=0, ignore_eos=True)
     peak = probe.process_memory()[1]
 with GGUFFile.open(path) as file:
     places = planning.places(planning.Request(file, n_ctx), None)
-place = next(place for place in places if (place.backend, place.device) == ("llama", "cpu"))
+place = next(place for place in places if (place.backend, place.device) == (sys.argv[3], "cpu"))
 print(peak, place.memory["total"])
 """
+
+
+def peak_and_plan(path: Path, *arguments: object) -> tuple[int, int]:
+    command = [sys.executable, "-c", PEAK, str(path), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak, planned = map(int, done.stdout.split()[-2:])
+    return peak, planned
 
 
 @needs_llama
@@ -517,7 +525,18 @@ print(peak, place.memory["total"])
 @pytest.mark.parametrize("n_ctx", [2048, 8192])
 def test_llama_s_peak_is_foretold(name: str, n_ctx: int, request: pytest.FixtureRequest) -> None:
     """The cache is taken whole at load, so that a prompt of a whole pass shows the peak."""
-    path = request.getfixturevalue(f"{name}_path")
-    done = subprocess.run([sys.executable, "-c", PEAK, path, str(n_ctx)], capture_output=True, text=True, check=True)
-    peak, planned = map(int, done.stdout.split()[-2:])
+    peak, planned = peak_and_plan(request.getfixturevalue(f"{name}_path"), n_ctx, "llama", 512)
     assert planned == pytest.approx(peak, rel=0.15)
+
+
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime")), reason="ONNX Runtime is not installed"
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_onnx_runtime_s_peak_is_foretold(name: str, request: pytest.FixtureRequest) -> None:
+    """When its weights are converted as well, and when they are there already."""
+    path = request.getfixturevalue(f"{name}_path")
+    for _ in range(2):
+        peak, planned = peak_and_plan(path, 2048, "onnx", 2040)
+        assert planned == pytest.approx(peak, rel=0.15)
