@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import itertools
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from edgert.backends.llama.footprint import besides, head_bytes, kv_of_layer, la
 from edgert.backends.llama.library import complaint, ggml_function, library
 from edgert.devices import accelerators
 from edgert.devices import gpus as gpu_list
-from edgert.errors import BackendUnavailableError
+from edgert.errors import BackendUnavailableError, RequestError
 
 if TYPE_CHECKING:
     from edgert.quantize.architecture import Architecture
@@ -132,6 +133,7 @@ def splits_rows(device: LlamaDevice) -> bool:
     return bool(address(registry, b"ggml_backend_split_buffer_type"))
 
 
+PATIENCE = 5.0  # seconds for an RPC server to take a connection
 _servers: set[str] = set()  # a second registration of a server would double its devices
 
 
@@ -157,11 +159,28 @@ def add_rpc_servers(llama: Any, endpoints: Sequence[str]) -> None:
     for endpoint in endpoints:
         if endpoint in _servers:
             continue
+        _check_answers(endpoint)
         server = add(endpoint.encode())
         if not server:
             raise BackendUnavailableError(f"No llama.cpp rpc-server answers at {endpoint}: start it there first.")
         register(server)
         _servers.add(endpoint)
+
+
+def _check_answers(endpoint: str) -> None:
+    """Looks whether somebody listens there: llama.cpp ends the process where nobody does.
+
+    Raises: RequestError for what is no host:port; BackendUnavailableError.
+    """
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise RequestError("rpc", f"names llama.cpp's rpc-servers as host:port, not {endpoint!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE).close()
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"No llama.cpp rpc-server answers at {endpoint} ({error.strerror or error}): start it there first."
+        ) from error
 
 
 def layers_that_fit(

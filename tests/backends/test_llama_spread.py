@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
+import shutil
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -133,3 +141,106 @@ def test_what_this_build_cannot_spread_is_said(tiny_model: Callable[..., Path]) 
     if not devices.gpus():
         with pytest.raises(BackendUnavailableError, match="built without RPC: CMAKE_ARGS=-DGGML_RPC=on"):
             backends.load(path, backend="llama", rpc=("127.0.0.1:9",))
+
+
+def test_servers_of_other_machines_are_asked_for_before_llama_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which ends the process where nobody answers, and doubles the devices of a server that it is told of twice."""
+    added: list[bytes] = []
+
+    def add(endpoint: bytes) -> int:
+        added.append(endpoint)
+        return 1
+
+    takes = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(add)
+    functions: dict[str, Any] = {
+        "ggml_backend_reg_by_name": lambda name: 1,
+        "ggml_backend_reg_get_proc_address": lambda registry, name: ctypes.cast(takes, ctypes.c_void_p).value,
+        "ggml_backend_register": lambda server: None,
+    }
+    monkeypatch.setattr(devices, "ggml_function", lambda name, *_: functions[name])
+    monkeypatch.setattr(devices, "_servers", set())
+    built_with = SimpleNamespace(llama_supports_rpc=lambda: True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = f"127.0.0.1:{server.getsockname()[1]}"
+        devices.add_rpc_servers(built_with, [here, here])
+        devices.add_rpc_servers(built_with, [here])
+    assert added == [here.encode()]
+    with pytest.raises(BackendUnavailableError, match=r"No llama\.cpp rpc-server answers at .*: start it there first"):
+        monkeypatch.setattr(devices, "_servers", set())
+        devices.add_rpc_servers(built_with, [here])  # which is closed by now
+    for wrong in ("here", "here:", ":7", "here:x", "here:70000"):
+        with pytest.raises(RequestError, match="rpc: names .* as host:port"):
+            devices.add_rpc_servers(built_with, [wrong])
+    assert len(added) == 1
+    with pytest.raises(BackendUnavailableError, match="built without RPC: CMAKE_ARGS=-DGGML_RPC=on"):
+        devices.add_rpc_servers(SimpleNamespace(llama_supports_rpc=lambda: False), [here])
+
+
+# Two processes with llama.cpp's RPC. Builds that pip makes lack it: its part of ggml is compiled here.
+
+REGISTER = """
+import ctypes, sys
+from edgert.backends.llama import library
+llama = library.library()
+rpc = ctypes.CDLL(sys.argv[1])
+pointer, size = ctypes.c_void_p, ctypes.c_size_t
+"""
+SERVER = (
+    REGISTER
+    + """
+cpu = library.ggml_function("ggml_backend_dev_get", pointer, size)(0)
+serve = rpc.ggml_backend_rpc_start_server
+serve.argtypes = [ctypes.c_char_p, ctypes.c_char_p, size, size, pointer]
+serve(sys.argv[2].encode(), None, 1, 1, ctypes.cast((pointer * 1)(cpu), pointer))
+"""
+)
+CLIENT = (
+    REGISTER
+    + """
+import numpy as np
+from edgert import backends
+from edgert.backends.base import Batch
+rpc.ggml_backend_rpc_reg.restype = pointer
+library.ggml_function("ggml_backend_register", None, pointer)(rpc.ggml_backend_rpc_reg())
+llama.llama_supports_rpc = lambda: True
+logits = []
+for options in ({"device": "cpu"}, {"rpc": (sys.argv[2],), "n_gpu_layers": -1, "require": True}):
+    backend = backends.load(sys.argv[3], backend="llama", n_ctx=64, n_threads=1, **options)
+    logits.append(backend.forward(Batch.of([1, 5, 9, 40], 0, wanted="all")).copy())
+    print(backend.verdict)
+    backend.close()
+np.testing.assert_allclose(logits[1], logits[0], atol=1e-3)
+"""
+)
+
+
+@needs_llama
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_a_model_behind_an_rpc_server(llama_cpp_source: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    import llama_cpp
+
+    ggml, libraries = llama_cpp_source / "ggml", Path(llama_cpp.__file__).parent / "lib"
+    sources = [ggml / "src" / "ggml-rpc" / name for name in ("ggml-rpc.cpp", "transport.cpp")]
+    folders = [f"-I{ggml / name}" for name in ("include", "src", "src/ggml-rpc")]
+    linked = [f"-L{libraries}", "-l:libggml-base.so", "-l:libggml.so", f"-Wl,-rpath,{libraries}"]
+    defined = ["-DGGML_BACKEND_SHARED", "-DGGML_BACKEND_BUILD", "-DGGML_SHARED"]
+    library = tmp_path / "libggml-rpc.so"
+    command = ["g++", "-shared", "-fPIC", "-std=c++17", *defined, *folders, *sources, "-o", library, *linked]
+    subprocess.run(command, check=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    server = subprocess.Popen([sys.executable, "-c", SERVER, library, endpoint], stdout=subprocess.DEVNULL)
+    try:
+        while True:
+            assert server.poll() is None, "the server has ended"
+            with contextlib.suppress(BackendUnavailableError):
+                devices._check_answers(endpoint)
+                break
+            time.sleep(0.1)
+        client = [sys.executable, "-c", CLIENT, library, endpoint, tiny_model("llama")]
+        said = subprocess.run(client, stdout=subprocess.PIPE, text=True, check=True).stdout
+    finally:
+        server.kill()
+        server.wait()
+    assert f"llama on RPC0 ({endpoint})" in said and "3 of 3 layers on the GPU" in said
