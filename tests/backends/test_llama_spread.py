@@ -169,7 +169,7 @@ def test_servers_of_other_machines_are_asked_for_before_llama_is(monkeypatch: py
         monkeypatch.setattr(devices, "_servers", set())
         devices.add_rpc_servers(built_with, [here])  # which is closed by now
     for wrong in ("here", "here:", ":7", "here:x", "here:70000"):
-        with pytest.raises(RequestError, match="rpc: names .* as host:port"):
+        with pytest.raises(RequestError, match=r"rpc: names .* as host:port"):
             devices.add_rpc_servers(built_with, [wrong])
     assert len(added) == 1
     with pytest.raises(BackendUnavailableError, match="built without RPC: CMAKE_ARGS=-DGGML_RPC=on"):
