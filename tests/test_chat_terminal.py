@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import pytest
+
+from edgert.folders import cache_root
 
 if sys.platform == "win32":
     pytest.skip("needs a pseudo-terminal", allow_module_level=True)
@@ -30,20 +32,20 @@ UP, CTRL_C, CTRL_D, BACKSPACE = "\x1b[A", "\x03", "\x04", "\x7f"
 
 
 class Screen:
-    """A chat on a fake model in a terminal of its own."""
+    """A chat in a terminal of its own, on a fake model unless another program is named."""
 
-    def __init__(self, home: Path, *arguments: str) -> None:
+    def __init__(self, home: Path, *arguments: str, program: Sequence[str] = (str(FAKE),), **variables: str) -> None:
         self.master, self.slave = pty.openpty()
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
         self.before = termios.tcgetattr(self.slave)
         environment = {k: v for k, v in os.environ.items() if not k.startswith("EDGERT_")}
         environment |= {"XDG_DATA_HOME": str(home), "HOME": str(home), "TERM": "xterm", "LC_ALL": "C.UTF-8"}
         self.child = subprocess.Popen(
-            [sys.executable, FAKE, "chat", *arguments],
+            [sys.executable, *program, "chat", *arguments],
             stdin=self.slave,
             stdout=self.slave,
             stderr=self.slave,
-            env=environment,
+            env=environment | variables,
             preexec_fn=self._own_terminal,
         )
         self.raw = b""
@@ -218,6 +220,26 @@ def test_an_answer_that_was_stopped(screen: Screen) -> None:
     shown = screen.ask("/show messages", "user: go on")
     assert "user: count\n\nassistant: 0 1 2 3 " in shown
     screen.leave()
+
+
+@pytest.mark.slow
+def test_gemma3_answers_after_an_answer_that_was_stopped(gemma3_path: Path, tmp_path: Path) -> None:
+    """Case C 40 on the model itself, which without instructions goes on for long."""
+    arguments = ("-m", str(gemma3_path), "--backend", "cpu", "--temp", "0")
+    with Screen(tmp_path, *arguments, program=("-m", "edgert"), EDGERT_CACHE=str(cache_root())) as screen:
+        screen.expect(HINT, 300)
+        for message in ("Write a long story about a ship.", "What is the capital of France?"):
+            before = len(screen.text)
+            screen.type(message + "\r")
+            while len(screen.text) < before + 400:  # beyond the message, however often it is drawn
+                assert screen.child.poll() is None, screen.text
+                screen.pump(0.1)
+            screen.type(CTRL_C)
+            screen.expect("Stopped.")
+            screen.expect(HINT)
+        shown = screen.ask("/show messages", "user: What is the capital of France?\n\nassistant: ")
+        assert re.search(r"user: Write a long story about a ship\.\n\nassistant: \w+", shown)
+        screen.leave()
 
 
 def test_stopped_before_the_first_word(screen: Screen) -> None:

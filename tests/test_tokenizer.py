@@ -109,6 +109,12 @@ def test_real_models_equal_llama_cpp(real_path: Path) -> None:
     assert_equals_llama_cpp(real_path, 300)
 
 
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_come_back_whole(real: Tokenizer, text: str) -> None:
+    """Cases B 20 to 28: no character is lost, joined, or given another form."""
+    assert real.decode(real.encode(text)) == text
+
+
 @pytest.mark.parametrize("name", ["falcon", "gpt-2", "llama-spm", "phi-3", "starcoder"])
 def test_case_vocabularies_equal_llama_cpp(shared_dir: Path, name: str) -> None:
     assert_equals_llama_cpp(shared_dir / "cases" / "vocab" / f"ggml-vocab-{name}.gguf", 100)

@@ -86,12 +86,30 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.sqrt(((found - expected) ** 2).mean()) / expected.std())
 
 
+def compile_together(name_of_set: str) -> None:
+    """Compiles what the tests of formats need in as many processes as there are cores, not in two for each test."""
+    from edgert.backends.cpu import compiler, isa
+    from edgert.backends.cpu.layouts import CODEC_OF, CODECS
+
+    chosen = isa.select(name_of_set)
+    shapes: list[dict[str, Any]] = [{"width": 1}, *([{"width": 3, "form": "pairs"}] if chosen.matrix else [])]
+    packed = {form: codec for form, codec in CODEC_OF.items() if not CODECS[codec].is_float}
+    names = [compiler.name_of("repack", format=form) for form in packed]
+    names += [
+        compiler.name_of("product", codec=codec, epilogue="store", **shape)
+        for codec in dict.fromkeys(packed.values())
+        for shape in shapes
+    ]
+    compiler.compile_all(names, chosen)
+
+
 def compare(folder: Path, name_of_set: str) -> bool:
     """Prints how far this machine's logits are from the others; whether all are within the bounds."""
     from edgert.backends.cpu import isa
 
     print("has", ", ".join(isa.available()))
     assert isa.available()[0] == name_of_set, "the processor's own choice is another set"
+    compile_together(name_of_set)
     paths, fine = json.loads((folder / "models.json").read_text()), True
     print(f"{'model':14}{'cache':7}{'from float64':>14}{'there':>10}{'from there':>12}{'seconds':>9}")
     for name, cache in runs():
