@@ -61,6 +61,7 @@ class Request:
 
     made_draft:  the one that comes with the model: where none is named it guesses, on the cpu backend alone
     excerpts:    run some of the model's layers on backends of which nothing is known
+    on_excerpt:  called with a text before that is done
     """
 
     file: GGUFFile
@@ -71,6 +72,7 @@ class Request:
     made_draft: GGUFFile | None = None
     excerpts: bool = False
     n_threads: int | None = None
+    on_excerpt: Callable[[str], object] = lambda _: None
 
 
 def places(request: Request, machine: Rates | None) -> list[Place]:
@@ -159,6 +161,9 @@ def _rates(request: Request, backend: str, options: Mapping[str, Any], on_cpu: b
             return {"prefill": trial["prefill"], "decode": trial["decode"], "basis": basis}
     if not request.excerpts:
         return {"basis": f"its rates are not known until it has run: edgert bench --backend {backend}"}
+    request.on_excerpt(
+        f"running a few layers on {backend} ({options['device']}), for {excerpts.TIMEOUT:.0f} seconds at most"
+    )
     try:
         found = excerpts.steps(request.file, backend, options, request.n_threads)
     except (EdgertError, OSError) as error:

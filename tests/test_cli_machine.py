@@ -73,6 +73,8 @@ def test_a_plan_for_several_conversations_and_a_draft(tiny_model: Callable[..., 
 
     one = memory()
     assert memory("-np", "3")["kv"] == 3 * one["kv"]
+    text = edgert("plan", "-m", path, "-c", "128", "-np", "3", "--draft", draft).output
+    assert "3 conversations of 128 tokens" in text and "tok/s for one conversation alone, without guesses" in text
     assert memory("--draft", draft)["draft"] > 0 == one["draft"]
     assert memory("-ctk", "q4_0", "-ctv", "q4_0")["kv"] < one["kv"]
     other = edgert("plan", "-m", path, "--draft", str(tiny_model("llama", n_vocab=400)))

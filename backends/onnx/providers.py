@@ -235,7 +235,8 @@ def _absent(provider: Provider, reason: str) -> list[Device]:
     found = []
     for kind in provider.kinds:
         lacking, remedy = provider.lack(kind)
-        found.append(Device(provider, kind, lacking or reason, remedy or provider.install))
+        install = f"{provider.install} (of use for tests alone)" if kind in provider.simulated else provider.install
+        found.append(Device(provider, kind, lacking or reason, remedy or install))
     return found
 
 

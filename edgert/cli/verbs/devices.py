@@ -15,7 +15,7 @@ from edgert.cli.verb import verb
 
 
 @verb()
-@click.option("--measure/--no-measure", default=True, help="Measure memory and int8 products (seconds).")
+@click.option("--measure/--no-measure", default=True, help="Measure memory and int8 products, which takes seconds the first time.")
 @json_flag
 def command(measure: bool, as_json: bool) -> None:
     """Shows every processor of this machine and which backend can use it; if none can, why, and what helps."""
@@ -33,7 +33,7 @@ def gather(measure: bool, progress: Callable[[int, int], None] | None = None) ->
     from edgert.backends.cpu.rates import rates
     from edgert.devices import gpus, probe
 
-    machine = rates(fresh=True, progress=progress) if measure else None
+    machine = rates(progress=progress) if measure else None
     cpu = probe.probe()
     found = gpus.gpus()
     facts: dict[str, Any] = {

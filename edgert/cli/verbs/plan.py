@@ -62,12 +62,13 @@ def command(
         context.warn_beyond(file, n_ctx)
         machine = None
         if measure:
-            line.show("measuring this machine")
+            line.show("measuring this machine, the first time for some seconds")
             a = describe(file)
             heads = a.n_head, a.n_head_kv, a.head_dim
             machine = rates.rates(threads, heads, (cache_type_k, cache_type_v), progress=compiling(line))
+        types = cache_type_k, cache_type_v
         request = planning.Request(
-            file, n_ctx, parallel, (cache_type_k, cache_type_v), **drafts, excerpts=measure, n_threads=threads
+            file, n_ctx, parallel, types, **drafts, excerpts=measure, n_threads=threads, on_excerpt=line.show
         )
         places = planning.places(request, machine)
     facts = {
@@ -104,7 +105,10 @@ def as_text(facts: dict[str, Any], places: list[Place]) -> str:
         if place.prefill and place.decode:
             end = f", {place.decode_at_end:,.0f} at the end" if place.decode_at_end else ""
             where = " at the beginning of the context" if end else ""
-            lines.append(f"  rates    prefill {place.prefill:,.0f}, decode {place.decode:,.0f}{where}{end} tok/s")
+            alone = " for one conversation alone" if facts["n_parallel"] > 1 else ""
+            plain = ", without guesses" if place.memory["draft"] else ""
+            rates = f"prefill {place.prefill:,.0f}, decode {place.decode:,.0f}{where}{end} tok/s"
+            lines.append(f"  rates    {rates}{alone}{plain}")
         if place.basis:
             lines.append(f"  basis    {place.basis}")
     return "\n".join(lines)
