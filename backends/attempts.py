@@ -11,26 +11,30 @@ from contextlib import contextmanager
 
 from edgert.devices import probe
 from edgert.devices.notes import Notes
+from edgert.errors import BackendUnavailableError
 
 FATAL = "the process that tried it last ended in the middle of it: test it in a process of its own with `edgert doctor`"
 
 
 @contextmanager
-def noted(key: str) -> Iterator[None]:
-    """While it lasts, others read that this process tries something."""
-    notes = Notes("attempts")
+def noted(backend: str, choice: str, *, once: bool = False) -> Iterator[None]:
+    """Says to others, while it lasts, that a backend is tried for a choice; the cpu backend ends no process.
+
+    once:  whoever was warned may try it again the next time
+
+    Raises: BackendUnavailableError when the last who tried it is gone without having ended it.
+    """
+    if backend == "cpu":
+        yield
+        return
+    notes, key = Notes("attempts"), f"{backend} {choice}"
+    found = notes.get(key)
+    if type(found) is int and found != os.getpid() and not probe.runs(found):
+        if once:
+            notes.put(key, None)
+        raise BackendUnavailableError(FATAL)
     notes.put(key, os.getpid())
     try:
         yield
     finally:
         notes.put(key, None)
-
-
-def was_fatal(key: str) -> bool:
-    """Whether the last who tried it is gone without having ended it; said once, so that who insists may try again."""
-    notes = Notes("attempts")
-    found = notes.get(key)
-    if type(found) is not int or found == os.getpid() or probe.runs(found):
-        return False
-    notes.put(key, None)
-    return True

@@ -13,7 +13,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,7 +103,7 @@ def choose(file: GGUFFile, common: Mapping[str, Any], options: Mapping[str, Any]
     known = notes.get(key)
     if known is not None:
         try:
-            return _as_before(file, common, options, known)
+            return _as_before(file, common, options, known, key)
         except (EdgertError, KeyError, TypeError) as error:
             log.warning("The backend that was chosen before no longer serves (%s): all are tried again.", error)
             notes.put(key, None)
@@ -249,11 +248,8 @@ class _Trials:
         """The backend, open, if it may be used; a trial is noted in any case."""
         backend: Backend | None = None
         trial = Trial(one.backend)
-        attempt = f"{one.backend} {self._key}"
         try:
-            if one.backend != "cpu" and attempts.was_fatal(attempt):
-                raise BackendUnavailableError(attempts.FATAL)
-            with nullcontext() if one.backend == "cpu" else attempts.noted(attempt):
+            with attempts.noted(one.backend, self._key, once=True):
                 backend = self._open(one)
                 trial = replace(trial, device=backend.verdict.device)
                 trial = self._examine(one, backend, trial) if examine else trial
@@ -310,11 +306,12 @@ def _turn_seconds(trial: Trial) -> float:
 
 
 def _as_before(
-    file: GGUFFile, common: Mapping[str, Any], options: Mapping[str, Any], known: Mapping[str, Any]
+    file: GGUFFile, common: Mapping[str, Any], options: Mapping[str, Any], known: Mapping[str, Any], key: str
 ) -> Backend:
     """The backend of an earlier choice. Raises: EdgertError, or what a damaged note gives."""
     trials = [Trial(**trial) for trial in known["trials"]]
-    backend = backends.open_one(known["backend"], file, common, {**options, **known["options"]})
+    with attempts.noted(known["backend"], key):
+        backend = backends.open_one(known["backend"], file, common, {**options, **known["options"]})
     return _judged(backend, trials)
 
 

@@ -188,7 +188,7 @@ def _measured(path: str, backend: str, options: Mapping[str, Any], n_threads: in
             return backends.open_one(backend, file, common, options)
 
     with closing(opened(many)) as longer:
-        start = clock.seconds(longer, 0, 1)
+        start, wide = clock.seconds(longer, 0, 1), clock.seconds(longer, 0, FEW)
         prompt = _filled(longer, CHUNK)[1] * n / many
         depth, _ = _filled(longer, DEEP)
         added = clock.seconds(longer, depth, 1) - start
@@ -205,10 +205,12 @@ def _measured(path: str, backend: str, options: Mapping[str, Any], n_threads: in
     each = max(0.0, start - single[0]) / (many - few) if many > few else single[0] / few
     besides = max(0.0, single[0] - few * each)
     shares = _shares(depths, single, depth)
+    # Many tokens at once are slower among many layers as well.
+    slower = max(1.0, (wide - besides) / many / max(1e-9, (curves[FEW][0] - besides) / few))
     yield Steps(
         tuple(depths),
-        _scaled(curves[CHUNK], few, n, besides),
-        _scaled(curves[FEW], few, n, besides),
+        _scaled(curves[CHUNK], few, n * slower, besides),
+        _scaled(curves[FEW], few, n * slower, besides),
         tuple(start + (n - many) * each + n / many * max(0.0, added) * share for share in shares),
         (few, many),
         clock.busy,
@@ -233,7 +235,7 @@ def _shares(depths: Sequence[int], curve: Sequence[float], depth: int) -> list[f
     return [max(0.0, seconds - curve[0]) / there for seconds in curve]
 
 
-def _scaled(curve: Sequence[float], few: int, n: int, besides: float) -> Curve:
+def _scaled(curve: Sequence[float], few: int, n: float, besides: float) -> Curve:
     """Of n layers what `few` take, `besides` of it once."""
     start = curve[0] + (n - few) * max(0.0, curve[0] - besides) / few
     return tuple(start + n / few * max(0.0, seconds - curve[0]) for seconds in curve)

@@ -15,7 +15,9 @@ from edgert.cli.verb import verb
 
 
 @verb()
-@click.option("--measure/--no-measure", default=True, help="Measure memory and int8 products, which takes seconds the first time.")
+@click.option(
+    "--measure/--no-measure", default=True, help="Measure memory and int8 products, which takes seconds the first time."
+)
 @json_flag
 def command(measure: bool, as_json: bool) -> None:
     """Shows every processor of this machine and which backend can use it; if none can, why, and what helps."""

@@ -115,6 +115,26 @@ def test_what_ended_the_process_that_tried_it_is_not_tried_again(
     assert not Notes("attempts").all(), "who ended it, in whatever way, is not waited for"
 
 
+@pytest.mark.parametrize("name", ["llama", "onnx"])
+def test_a_chosen_backend_that_ended_the_process_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, path: Path, name: str, caplog: Any
+) -> None:
+    """As one may after its driver was renewed."""
+    machine(monkeypatch, KINDS[name])
+    door(monkeypatch, "cpu", pause=0.004)
+    made = door(monkeypatch, name)
+    load(path).close()
+    ((key, note),) = Notes("choices").all().items()
+    assert note["backend"] == name and len(made) == 1
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    Notes("attempts").put(f"{name} {key}", gone.pid)
+    backend = load(path)
+    backend.close()
+    assert backend.verdict.backend == "cpu" and len(made) == 1
+    assert "ended in the middle of it" in backend.verdict.trials[1].obstacle and "no longer serves" in caplog.text
+
+
 @pytest.mark.parametrize("failure", FAILURES)
 def test_the_next_backend_is_gone_on_with(monkeypatch: pytest.MonkeyPatch, path: Path, failure: str) -> None:
     machine(monkeypatch, "gpu", "npu")
