@@ -17,6 +17,7 @@ from edgert.generation import Engine, Generation, Limits
 from edgert.options import Options, SamplingParams
 from edgert.reply import Chunk
 from edgert.sampler import Sampler
+from edgert.speculation import Speculator
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -26,9 +27,9 @@ def generation(prompt: list[int], **params: Any) -> Generation:
     return Generation(np.array(prompt, np.int32), options, Sampler(options.sampling, 260), FakeDecoder(), {EOS})
 
 
-def by_hand(backend: PagedFake, limits: Limits | None = None) -> Engine:
+def by_hand(backend: PagedFake, limits: Limits | None = None, speculator: Speculator | None = None) -> Engine:
     """An engine without a thread: the test calls `_turn`."""
-    engine = Engine(backend, None, limits)
+    engine = Engine(backend, speculator, limits)
     engine._start = lambda: None  # type: ignore[method-assign]
     return engine
 

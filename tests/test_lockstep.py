@@ -12,6 +12,9 @@ from test_engine_schedules import by_hand, check, finish, generation, result
 from edgert.errors import DoesNotFitError
 from edgert.generation import Limits
 from edgert.generation.lockstep import PIECE
+from edgert.speculation import Speculator
+from edgert.speculation.economics import Costs
+from edgert.speculation.speculator import BURST
 
 PARTS = 3  # that a window takes
 
@@ -176,3 +179,25 @@ def test_ends_of_short_prompts_that_come_together_are_read_in_one_piece() -> Non
     assert pieces[0] == 60  # when that has been read the other may be the only one, and is read as such
     for i, task in enumerate(prompts):
         assert result(task) == (told(prompt_of(i, 60), 5), "length")
+
+
+def test_beside_a_prompt_walks_of_several_rounds_are_short() -> None:
+    bursts: list[tuple[bool, float]] = []
+
+    class Watched(Speculator):
+        def propose(self, tasks: Any, room: int) -> list[int]:
+            bursts.append((engine._work._piece is not None, self.burst))
+            return super().propose(tasks, room)
+
+    backend = PagedFake(n_ctx=400, n_batch=64, n_seq_max=6, parts=PARTS)
+    backend.n_window = 16
+    engine = by_hand(backend, Limits(prefix_cache="off", comfort=0.004), Watched(400, 6, Costs([0.001] * 20)))
+    reply = generation([1, 2, 3], user="a", max_tokens=200)
+    engine.submit(reply)
+    for _ in range(3):
+        engine._turn()
+    prompt = generation(prompt_of(0, 64), user="b", max_tokens=5)
+    engine.submit(prompt)
+    finish(engine, [prompt, reply])
+    assert set(bursts) == {(True, 0.004), (False, BURST)}
+    assert result(reply) == (told([1, 2, 3], 200), "length")

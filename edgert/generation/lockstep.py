@@ -19,6 +19,7 @@ from edgert.generation.schedule import EVEN, UNMINDED, Pace, Queue, shared_out, 
 from edgert.generation.slots import Slots
 from edgert.generation.task import Generation, Reading, Task
 from edgert.speculation.crowd import Crowd
+from edgert.speculation.speculator import BURST
 
 if TYPE_CHECKING:
     from edgert.speculation import Speculator
@@ -68,8 +69,8 @@ class Lockstep:
         self._queue, self._slots, self._counters = queue, slots, counters
         self._meanwhile = meanwhile
         self._shared_by_users = limits.prefix_cache != "user"  # so that one's tokens may be guessed for another
-        comfort = (EVEN if backend.pauses else UNMINDED) if limits.comfort is None else limits.comfort
-        self._pace = Pace(backend.n_batch, backend.n_window, limits.stall, comfort)
+        self._comfort = (EVEN if backend.pauses else UNMINDED) if limits.comfort is None else limits.comfort
+        self._pace = Pace(backend.n_batch, backend.n_window, limits.stall, self._comfort)
         self._interruptible = backend.pauses and backend.n_batch >= backend.n_window
         self._piece: Piece | None = None
         self._n_pieces = 0  # that have begun
@@ -247,6 +248,8 @@ class Lockstep:
         if len(tasks) < len(parts):
             return None
         room = min(self._backend.n_batch, len(self._speculator.costs)) - len(tasks)
+        # Beside a prompt that is read a walk of many rounds would make gaps of all lengths.
+        self._speculator.burst = min(BURST, self._comfort) if self._piece else BURST
         began = perf_counter()
         self._meanwhile()  # the guesses' makers compute as well
         if self._crowd and len(tasks) > 1:

@@ -135,6 +135,7 @@ class Speculator:
         self.checks: list[float] = []  # in it begin and end of each of the target's steps, where these were one walk
         # Seconds between two walks of a single round, of late: the middle one counts, since some have read prompts.
         self._rests = deque([0.0] * 7, 7)
+        self.burst = BURST  # seconds that the rounds of one walk may take, about; who has others to serve sets less
         self._n_rounds = 0
         self._next_curious = APART
         self._curious = False
@@ -278,7 +279,7 @@ class Speculator:
         """How many rounds are to be one walk: in all but the first the draft alone guesses, by the same stakes."""
         if self.least:
             return 1
-        return max(1, min(ROUNDS, int(BURST / self.costs[3]), request.sources["draft"].proven))
+        return max(1, min(ROUNDS, int(self.burst / self.costs[3]), request.sources["draft"].proven))
 
     def _checked(
         self, task: Generation, request: Request, rounds: Sequence[Round], times: Sequence[tuple[float, float]]
