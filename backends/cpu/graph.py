@@ -47,6 +47,7 @@ from edgert.backends.cpu.weights import Matrix
 from edgert.quantize.architecture import Architecture
 
 ARENA_BYTES = 8 << 20  # of buffers allocated at a time
+FOLLOWING = 3  # the last arguments of `kernels/product.py`, which tell of the weights that follow
 
 
 class Graph:
@@ -167,7 +168,17 @@ class Graph:
                 everything = Group(ZERO, N_TOKENS, "int8", 0)
                 ops.append(self.rows(everything, "post", "none", self.x, self.architecture.n_embd, post=post))
             ops += self._head(shape, output or self.weights.output)
+        self._tell_what_follows(ops)
         return ops
+
+    def _tell_what_follows(self, ops: list[Op]) -> None:
+        """Lets products ask for the weights of the next one, the last for those of the next step's first."""
+        reading = [op for op in ops if op.reads is not None and op.reads.runs is None]
+        for op, following in zip(reading, [*reading[1:], *reading[:1]], strict=True):
+            if op.kernel.startswith("product.") and following.reads is not None:
+                matrix = following.reads.matrix
+                panel_bytes = matrix.data.nbytes // matrix.n_panels
+                op.arguments[-FOLLOWING:] = matrix.data.ctypes.data, matrix.n_panels, panel_bytes
 
     def observed_ops(self, shape: Shape, *, squares: bool = False) -> list[Op]:
         """The ops of a step whose products all read rows that `Reads.values` can show: tiles are spread out first.
@@ -425,6 +436,7 @@ class Graph:
         if group.width == BYTE_TILES and form == "int8" and CODECS[matrix.codec].group == BLOCK:
             arguments += [self.scratch.ctypes.data, self.scratch_stride]
             return Op(name_of("byte_tiles", **parameters), arguments, reads=reads)
+        arguments += [0] * FOLLOWING
         return Op(name_of("product", width=min(group.width, WIDTHS[-1]), **parameters), arguments, reads=reads)
 
     @staticmethod

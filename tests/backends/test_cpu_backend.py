@@ -12,6 +12,7 @@ import pytest
 
 import edgert
 from edgert import backends
+from edgert.backends.cpu import graph
 from edgert.devices import probe
 from edgert.errors import DoesNotFitError
 
@@ -48,3 +49,18 @@ def test_weights_and_cache_leave_with_their_last_user(tiny_model: Callable[..., 
         assert [part() for part in held] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_product_knows_the_weights_that_are_read_next(tiny_model: Callable[..., Path]) -> None:
+    """It asks for them before their turn comes; after a step's last product that of the next step begins."""
+    from edgert.backends.cpu.kernels import product
+
+    assert product.ARGUMENTS[-graph.FOLLOWING :] == ("following", "following_panels", "following_panel_bytes")
+    backend = backends.load(tiny_model("llama"), backend="cpu", n_ctx=64, n_threads=1)
+    for n in (1, 3):
+        ops = [op for op in backend._graph.ops(backend._graph.shape(0, n, n)) if op.reads is not None]
+        matrices = [op.reads.matrix for op in ops]
+        assert [op.arguments[0] for op in ops] == [matrix.data.ctypes.data for matrix in matrices]
+        expected = [(m.data.ctypes.data, m.n_panels, m.data.nbytes // m.n_panels) for m in matrices]
+        assert [tuple(op.arguments[-graph.FOLLOWING :]) for op in ops] == [*expected[1:], expected[0]]
+    backend.close()

@@ -29,6 +29,7 @@ from edgert.errors import BackendUnavailableError
 from edgert.quantize.formats import FORMATS
 
 Kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+FOLLOWING = [0, 0, 0]  # nothing follows a product
 QUANTIZED = [name for name, codec in CODEC_OF.items() if not CODECS[codec].is_float]
 EACH_WAY = ("Q4_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_NL", "MXFP4", "TQ2_0")  # of codes and of scales
 every_format = pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_products_of_every_format(chosen: Isa, name: str):
     header = np.array([n_tokens, 0], np.int64)
     y = np.full((n_tokens + 8, n_rows), 9.0, np.float32)
     where = [packed.ctypes.data, integers.ctypes.data, words.ctypes.data, y.ctypes.data, y.strides[0], n_cols,
-             n_rows // chosen.lanes, header.ctypes.data, 0, header[1:].ctypes.data]  # fmt: skip
+             n_rows // chosen.lanes, header.ctypes.data, 0, header[1:].ctypes.data, 0, *FOLLOWING]  # fmt: skip
     run(chosen, compiler.name_of("product", codec=CODEC_OF[name], width=1, epilogue="store"), where, n_threads=2)
     # Every type is held exactly: what differs are float32 sums.
     assert np.abs(y[:n_tokens] - expected).max() < 2e-6 * np.abs(weights).max() * np.abs(activations).sum(1).max()
@@ -197,7 +198,7 @@ def test_width_does_not_change_a_result(chosen: Isa):
         integers, words, _ = quantize(chosen, x, form)
         y = np.zeros((16, n_rows), np.float32)
         where = [packed.ctypes.data, integers.ctypes.data, words.ctypes.data, y.ctypes.data, y.strides[0], n_cols,
-                 n_rows // chosen.lanes, header.ctypes.data, 0, header[1:].ctypes.data]  # fmt: skip
+                 n_rows // chosen.lanes, header.ctypes.data, 0, header[1:].ctypes.data, 0, *FOLLOWING]  # fmt: skip
         pairs = {"form": form} if form == "pairs" else {}
         run(chosen, compiler.name_of("product", codec="q4_0", width=width, epilogue="store", **pairs), where)
         results.append(y[:8])
@@ -213,13 +214,13 @@ def test_byte_tiles_change_no_result(name: str):
     x = np.random.default_rng(3).standard_normal((most + TOGETHER, n_cols)).astype(np.float32)
     integers, words, _ = quantize(amx, x)
     scratch, header = aligned(2 * byte_tile_scratch_bytes()), np.array([most, 1], np.int64)
+    last = {"product": FOLLOWING, "byte_tiles": [scratch.ctypes.data, len(scratch) // 2]}
     first = np.random.default_rng(4).standard_normal((most + 9, n_rows)).astype(np.float32)
 
     def product(kernel: str, **width: int) -> np.ndarray:
         y = first.copy()
         where = [packed.ctypes.data, integers.ctypes.data, words.ctypes.data, y.ctypes.data, y.strides[0], n_cols,
-                 n_rows // 16, header.ctypes.data, 0, header[1:].ctypes.data, 0, scratch.ctypes.data,
-                 len(scratch) // 2]  # fmt: skip
+                 n_rows // 16, header.ctypes.data, 0, header[1:].ctypes.data, 0, *last[kernel]]  # fmt: skip
         run(amx, compiler.name_of(kernel, codec=CODEC_OF[name], epilogue="add", **width), where, n_threads=2)
         return y
 

@@ -26,7 +26,7 @@ from edgert.backends.cpu.kernels.amx import (
     store_tile,
     zero_tile,
 )
-from edgert.backends.cpu.kernels.panel import AHEAD, add_block, each_block, scales, unpack
+from edgert.backends.cpu.kernels.panel import add_block, ask, each_block, scales, unpack
 from edgert.backends.cpu.kernels.product import finish_token
 from edgert.backends.cpu.layouts import (
     BLOCK,
@@ -117,8 +117,7 @@ def build(isa: Isa, codec: str, epilogue: str, bias: str = "no") -> Callable[[in
 def _spread(e: Emitter, codec: Codec, panel: Value, codes: Value, n_blocks: Value) -> None:
     """Some blocks of a panel: their codes and scales."""
     for k, block, above in each_block(e, codec, panel, n_blocks):
-        for line in range(0, codec.block_bytes(e.lanes), 64):
-            e.prefetch(block, AHEAD + line)
+        ask(e, codec, block)
         place = e.add(codes, e.mul(k, BLOCK * e.lanes))
         for quad, values in unpack(e, codec, block):
             e.store(values, place, quad * 4 * e.lanes)

@@ -107,15 +107,16 @@ def _panels_times_rows(isa: Isa, codec: Codec, n: int, epilogue: str, biased: bo
 
     def finish(e: Emitter, panel, x, words, n_cols, y, y_stride, rows, shares, bias) -> None:  # type: ignore[no-untyped-def]
         n_blocks = e.b.sdiv(n_cols, e.i64(BLOCK))
+        panel_bytes = e.mul(n_blocks, bytes_32)
         strides = e.mul(n_cols, 4) if codec.is_float else n_cols, e.mul(n_blocks, WORDS_BYTES)
 
         def product(at: Value, added: Value) -> list[Value]:
-            found = products(e, codec, n, at, x, words, n_cols, *strides)
+            found = products(e, codec, n, at, x, words, n_cols, *strides, e.add(at, panel_bytes))
             return [e.b.fadd(value, e.load(e.vf, added)) for value in found] if biased else found
 
         results = product(panel, bias)
         if epilogue in GATED:
-            ups = product(e.add(panel, e.mul(n_blocks, bytes_32)), e.add(bias, 4 * e.lanes))
+            ups = product(e.add(panel, panel_bytes), e.add(bias, 4 * e.lanes))
             results = [e.glu(epilogue, gate, up) for gate, up in zip(results, ups, strict=True)]
         for t, value in enumerate(results):
             if epilogue != "scatter":

@@ -14,7 +14,9 @@ from edgert.backends.cpu.kernels.sums import MatrixDots, PartialDots
 from edgert.backends.cpu.layouts import BLOCK, SUPER, WORDS_BYTES, Codec
 from edgert.backends.cpu.simd import F32, I8, Emitter, Value
 
-AHEAD = 8192  # bytes: asking for weights two pages ahead gained 20 % alone and 40 % with six tokens
+LINE = 64  # bytes of a cache line
+AHEAD = 8192  # bytes from what is multiplied to what is asked for
+NEAR = 4096  # the same, where what follows has been asked for into the second-level cache
 
 
 def is_signed(e: Emitter, codec: Codec) -> bool:
@@ -111,6 +113,27 @@ def each_block(e: Emitter, codec: Codec, panel: Value, n_blocks: Value) -> Itera
             yield e.add(e.mul(s, n), j), e.add(head, super_bytes, e.mul(j, block_bytes)), above
 
 
+def ask(e: Emitter, codec: Codec, block: Value, locality: int = 2, ahead: int = AHEAD) -> None:
+    """Asks for weights that are read soon after a block."""
+    for line in range(0, codec.block_bytes(e.lanes), LINE):
+        e.prefetch(block, ahead + line, locality)
+
+
+def ask_for(e: Emitter, codec: Codec, panel: Value, n_blocks: Value, k: Value) -> None:
+    """Asks for the k-th of n_blocks shares of a panel, from several places of it at once.
+
+    Memory is read as fast as requests are under way, of which the first-level cache keeps few. The second keeps many
+    more, but follows each place where lines are read one after the other for some lines only: when a share has a line
+    from each of several places, all requests are in use. Six tokens gained 25 % so, one gained 4 %.
+    """
+    share = codec.panel_bytes(BLOCK, e.lanes)
+    n_places = -(-share // LINE)
+    apart = e.b.udiv(e.mul(n_blocks, share), e.i64(n_places))
+    first = e.add(panel, e.b.lshr(e.mul(k, (share << 16) // n_places), e.i64(16)))
+    for i in range(n_places):
+        e.prefetch(e.add(first, e.mul(apart, i)), 0)
+
+
 def panel_product(
     e: Emitter,
     codec: Codec,
@@ -121,11 +144,13 @@ def panel_product(
     n_blocks: Value,
     x_stride: Value,
     words_stride: Value,
+    following: Value,
     paired: bool = False,
 ) -> list[Value]:
     """One panel times `n_tokens` tokens: for each token a vector (lanes,) of float32.
 
-    paired:  the activations are of the form "pairs"
+    following:  address of the panel that is read next
+    paired:     the activations are of the form "pairs"
 
     The order of additions for a token does not depend on how many tokens run beside it.
     """
@@ -136,8 +161,11 @@ def panel_product(
     way = MatrixDots if paired else PartialDots
     totals = [e.var(e.zero(e.vf)) for _ in range(n_tokens)]
     for k, block, above in each_block(e, codec, panel, n_blocks):
-        for line in range(0, codec.block_bytes(e.lanes), 64):
-            e.prefetch(block, AHEAD + line)
+        if e.isa.machine == "x86_64":
+            ask_for(e, codec, following, n_blocks, k)
+            ask(e, codec, block, 3, NEAR)
+        else:  # where nothing has been measured
+            ask(e, codec, block)
         words_k = e.add(words, e.mul(k, WORDS_BYTES))
         words_t = [e.add(words_k, e.mul(words_stride, t)) for t in range(n_tokens)]
         dots = way(e, n_tokens, chains, signed, largest(e, codec), x, x_stride, k)

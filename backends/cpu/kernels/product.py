@@ -23,6 +23,9 @@ ARGUMENTS = (
     "private",  # bytes between the threads' own copies of x and words (0: shared)
     "first_row_at",  # address of the int64 row of y at which the tokens start
     "bias",  # float32 (n_panels, lanes), where there is one
+    "following",  # panels that the team reads next, of which each thread asks for the first of its share
+    "following_panels",
+    "following_panel_bytes",
 )
 
 
@@ -58,8 +61,12 @@ def build(
         panel_bytes = n_cols * panel_row // BLOCK
         x_stride = n_cols * x_bytes
         words_stride = n_cols // BLOCK * WORDS_BYTES
-        for unit in range(n_units * thread // n_threads, n_units * (thread + 1) // n_threads):
+        end = n_units * (thread + 1) // n_threads
+        for unit in range(n_units * thread // n_threads, end):
             panel = word(a, 0) + unit * pair * panel_bytes
+            following = panel + pair * panel_bytes
+            if unit + 1 == end:
+                following = word(a, 11) + word(a, 12) * thread // n_threads * word(a, 13)
             for t in range(0, n_tokens, tile):
                 run(
                     panel,
@@ -71,6 +78,7 @@ def build(
                     y + t * y_stride + unit * lanes * 4,
                     y_stride,
                     word(a, 10) + unit * lanes * 4 if has_bias else 0,
+                    following,
                 )
 
     return product
@@ -86,29 +94,34 @@ def products(
     n_cols: Value,
     x_stride: Value,
     words_stride: Value,
+    following: Value,
     paired: bool = False,
 ) -> list[Value]:
-    """One panel times n_tokens tokens, whatever its codec."""
+    """One panel times n_tokens tokens, whatever its codec; `following` is read next."""
     if codec.is_float:
         return float_panel_product(e, codec, n_tokens, panel, x, n_cols, x_stride)
     n_blocks = e.b.sdiv(n_cols, e.i64(BLOCK))
-    return panel_product(e, codec, n_tokens, panel, x, words, n_blocks, x_stride, words_stride, paired)
+    return panel_product(e, codec, n_tokens, panel, x, words, n_blocks, x_stride, words_stride, following, paired)
 
 
 def _panels_times_tokens(isa: Isa, codec: Codec, n_tokens: int, epilogue: str, has_bias: bool, paired: bool) -> Any:
     """One panel (or pair) times n_tokens tokens, then the epilogue."""
 
-    def finish(e: Emitter, panel, x, words, n_cols, x_stride, words_stride, y, y_stride, bias) -> None:  # type: ignore[no-untyped-def]
-        gates = products(e, codec, n_tokens, panel, x, words, n_cols, x_stride, words_stride, paired)
+    def finish(e: Emitter, panel, x, words, n_cols, x_stride, words_stride, y, y_stride, bias, following) -> None:  # type: ignore[no-untyped-def]
+        def product(at: Value, then: Value) -> list[Value]:
+            return products(e, codec, n_tokens, at, x, words, n_cols, x_stride, words_stride, then, paired)
+
         ups: list[Value | None] = [None] * n_tokens
         if epilogue in GATED:
             bytes_32 = codec.panel_bytes(BLOCK, e.lanes)
             second = e.add(panel, e.b.sdiv(e.mul(n_cols, bytes_32), e.i64(BLOCK)))
-            ups = products(e, codec, n_tokens, second, x, words, n_cols, x_stride, words_stride, paired)
+            gates, ups = product(panel, second), list(product(second, following))
+        else:
+            gates = product(panel, following)
         for t, (gate, up) in enumerate(zip(gates, ups, strict=True)):
             finish_token(e, epilogue, gate, up, e.add(y, e.mul(y_stride, t)), bias if has_bias else None)
 
-    return emitted(isa, 9, finish)
+    return emitted(isa, 10, finish)
 
 
 def finish_token(e: Emitter, epilogue: str, value: Value, up: Value | None, place: Value, bias: Value | None) -> None:
