@@ -149,7 +149,7 @@ def panel_product(
 ) -> list[Value]:
     """One panel times `n_tokens` tokens: for each token a vector (lanes,) of float32.
 
-    following:  address of the panel that is read next
+    following:  address of a panel that is read soon
     paired:     the activations are of the form "pairs"
 
     The order of additions for a token does not depend on how many tokens run beside it.

@@ -10,6 +10,8 @@ from edgert.backends.cpu.kernels.panel import float_panel_product, panel_product
 from edgert.backends.cpu.layouts import BLOCK, CODECS, WORDS_BYTES, Codec
 from edgert.backends.cpu.simd import GATED, Emitter, Value, emitted, word
 
+FAR = 16384  # bytes at least from what is multiplied to the panel that is asked for meanwhile
+
 # Places of the arguments (int64 each).
 ARGUMENTS = (
     "weights",  # panels
@@ -62,11 +64,14 @@ def build(
         x_stride = n_cols * x_bytes
         words_stride = n_cols // BLOCK * WORDS_BYTES
         end = n_units * (thread + 1) // n_threads
+        further = 1 + FAR // (pair * panel_bytes)
+        then = word(a, 11) + word(a, 12) * thread // n_threads * word(a, 13)
         for unit in range(n_units * thread // n_threads, end):
             panel = word(a, 0) + unit * pair * panel_bytes
-            following = panel + pair * panel_bytes
-            if unit + 1 == end:
-                following = word(a, 11) + word(a, 12) * thread // n_threads * word(a, 13)
+            next_unit = unit + further
+            following = word(a, 0) + next_unit * pair * panel_bytes
+            if next_unit >= end:
+                following = then + (next_unit - end) * pair * word(a, 13)
             for t in range(0, n_tokens, tile):
                 run(
                     panel,
@@ -97,7 +102,7 @@ def products(
     following: Value,
     paired: bool = False,
 ) -> list[Value]:
-    """One panel times n_tokens tokens, whatever its codec; `following` is read next."""
+    """One panel times n_tokens tokens, whatever its codec; a panel at `following` is read soon."""
     if codec.is_float:
         return float_panel_product(e, codec, n_tokens, panel, x, n_cols, x_stride)
     n_blocks = e.b.sdiv(n_cols, e.i64(BLOCK))
@@ -115,7 +120,7 @@ def _panels_times_tokens(isa: Isa, codec: Codec, n_tokens: int, epilogue: str, h
         if epilogue in GATED:
             bytes_32 = codec.panel_bytes(BLOCK, e.lanes)
             second = e.add(panel, e.b.sdiv(e.mul(n_cols, bytes_32), e.i64(BLOCK)))
-            gates, ups = product(panel, second), list(product(second, following))
+            gates, ups = product(panel, following), list(product(second, e.add(following, e.b.sub(second, panel))))
         else:
             gates = product(panel, following)
         for t, (gate, up) in enumerate(zip(gates, ups, strict=True)):
