@@ -289,6 +289,9 @@ class Backend(ABC):
         """Forgets the sequence."""
         self.truncate(sequence, 0)
 
+    def rest(self, sequence: int) -> None:  # noqa: B027
+        """Holds as little memory for the sequence as can be, until it is used again."""
+
     def free_positions(self) -> int:
         """By how many positions sequences may still grow, all together; too few where shared ones count twice."""
         total = self.n_cached or self.n_ctx * self.n_seq_max

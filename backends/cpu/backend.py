@@ -393,6 +393,9 @@ class CpuBackend(Backend):
         self._check_reach(sequence, length)
         self._cache.truncate(sequence, length)
 
+    def rest(self, sequence: int) -> None:
+        self._cache.rest(sequence)
+
     def reachable(self, sequence: int, length: int) -> int:
         return self._cache.reachable(sequence, length)
 

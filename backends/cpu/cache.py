@@ -1,12 +1,21 @@
 """The paged cache of keys and values: which pages belong to which sequence.
 
-Pages hold PAGE positions and are handed out as sequences grow; forks share full pages by reference count. The
-memory of a page comes into being when it is first written. Layers that see all positions have pages in common, and
-so have those of one window, which are given back when the window has passed them.
+Pages hold PAGE positions and are handed out as sequences grow; forks share full pages by reference count. Layers that
+see all positions have pages in common, and so have those of one window, which are given back when the window has
+passed them.
+
+Memory that the system holds for the cache is what positions take, but for this waste: a sequence that steps compute has
+its last page whole, since kernels read the keys of a page side by side, and so the large page of the system that this
+is in, since small ones are slower to read. Once it rests what the page holds is packed (`shelf.py`), and the page's
+memory, like that of pages without a sequence, goes back to the system. So at most PAGE - 1 positions of each sequence
+that is being computed are wasted, however many rest and whatever their lengths are, and parts of pages of the system,
+which do not end with positions: of small ones, and of large ones while something is computed.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,11 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.backends.cpu.layouts import AHEAD, BLOCK, CACHE_TYPES, PAGE
-from edgert.backends.cpu.memory import aligned
+from edgert.backends.cpu.pieces import Pieces
+from edgert.backends.cpu.shelf import Shelf
 from edgert.errors import DoesNotFitError, RequestError
 from edgert.quantize.architecture import Architecture
 
 DEFAULT_CACHE_TYPE = "q8_0"
+SPARE = 50  # the part of a page of all layers that may be left empty, so that it begins at a page of the system
 REACH = 64  # positions of a convolution's inputs that a sequence keeps, as a window: more than any draft has
 
 
@@ -97,24 +108,32 @@ class Pool:
     keys of the first page. Entries before `first` have been given back.
 
     data:   uint8 (n_pages, stride): for each layer and head the keys, then the values, as `cache_write.py` says;
-            a page of all layers is one piece, so that memory grows page by page even where the system's are large
+            a page of all layers is one piece, so that memory grows page by page
+    step:   bytes from one page to the next
     table:  int32 (n_seq, entries), the page of each entry of a sequence
+    shelf:  what entries of sequences at rest hold, whose pages are empty meanwhile
     """
 
-    def __init__(self, stride: int, lead: int, n_seq: int, max_pages: int, size: int) -> None:
+    def __init__(self, stride: int, lead: int, n_seq: int, max_pages: int, size: int, spare: int = 0) -> None:
         self.stride, self.lead, self.size = stride, lead, size
-        self.data = aligned(size * stride).reshape(size, stride)
+        self._pieces = Pieces(size, stride, spare, large=True)
+        self.data, self.step = self._pieces.data, self._pieces.step
+        self.shelf = Shelf(n_seq * (1 + lead))
         self.table = np.zeros((n_seq, lead + max_pages + AHEAD), np.int32)
         self.first = [0] * n_seq
         self.end = [0] * n_seq
         self._references = np.zeros(size, np.int32)
-        self._free = list(range(size - 1, -1, -1))
-        self._written = np.zeros(size, bool)
+        self._free = list(range(size))  # a heap: the lowest are taken first, so that those in use stand close
 
     @property
     def used(self) -> int:
         """Pages in use."""
         return self.size - len(self._free)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages in use, and of those at rest what they hold."""
+        return (self.used - len(self.shelf)) * self.stride + self.shelf.used_bytes
 
     def entries(self, length: int) -> int:
         """Entries of a sequence of `length` positions."""
@@ -127,24 +146,28 @@ class Pool:
 
     def grow(self, sequence: int, length: int) -> None:
         """Gives a sequence the pages for `length` positions."""
-        end = self.entries(length)
-        while self.end[sequence] < end:
-            self.table[sequence, self.end[sequence]] = self._take()
-            self.end[sequence] += 1
+        end, taken = self.entries(length), list[int]()
+        try:
+            while self.end[sequence] < end:
+                taken.append(self._take())
+                self.table[sequence, self.end[sequence]] = taken[-1]
+                self.end[sequence] += 1
+        finally:
+            self._pieces.use(taken)
 
     def release(self, sequence: int, position: int) -> None:
         """Gives back the pages that lie wholly before a position."""
-        whole = position // PAGE
-        while whole and self.first[sequence] < min(self.lead + whole, self.end[sequence]):
-            self._drop(int(self.table[sequence, self.first[sequence]]))
-            self.first[sequence] += 1
+        whole, first = position // PAGE, self.first[sequence]
+        if whole and (end := min(self.lead + whole, self.end[sequence])) > first:
+            self._drop(self.table[sequence, first:end])
+            self.first[sequence] = end
 
     def truncate(self, sequence: int, length: int) -> None:
         """Keeps the first `length` positions, and makes the last page the sequence's own."""
         end = self.entries(length)
-        while self.end[sequence] > max(end, self.first[sequence]):
-            self.end[sequence] -= 1
-            self._drop(int(self.table[sequence, self.end[sequence]]))
+        if self.end[sequence] > (kept := max(end, self.first[sequence])):
+            self._drop(self.table[sequence, kept : self.end[sequence]])
+            self.end[sequence] = kept
         if not end:
             self.first[sequence] = self.end[sequence] = 0
         self._own_last(sequence, length)
@@ -168,6 +191,29 @@ class Pool:
         self.grow(sequence, length)
         return self.held(sequence)
 
+    def page(self, sequence: int, entry: int) -> NDArray[np.uint8]:
+        """What the page of an entry holds, uint8 (stride,)."""
+        return self.data[self.table[sequence, entry]]
+
+    def own(self, sequence: int, entry: int) -> bool:
+        """Whether the sequence has an entry, with a page that no other one has."""
+        held = self.first[sequence] <= entry < self.end[sequence]
+        return held and bool(self._references[self.table[sequence, entry]] == 1)
+
+    def lay_down(self, sequence: int, entry: int, parts: Sequence[NDArray[np.uint8]]) -> None:
+        """Packs what an entry's own page holds, and empties it."""
+        self.shelf.put((sequence, entry), parts)
+        self._pieces.empty([int(self.table[sequence, entry])])
+
+    def pick_up(self, sequence: int, entry: int, parts: Sequence[NDArray[np.uint8]]) -> None:
+        """Puts back into an entry's page what it held."""
+        self._pieces.use([int(self.table[sequence, entry])])
+        self.shelf.take((sequence, entry), parts)
+
+    def trim(self) -> None:
+        """Gives back memory that the system holds beside pages in use."""
+        self._pieces.trim()
+
     def _own_last(self, sequence: int, length: int) -> None:
         if length % PAGE:
             self._own(sequence, self.end[sequence] - 1)
@@ -179,14 +225,17 @@ class Pool:
         shared = int(self.table[sequence, entry])
         if self._references[shared] > 1:
             page = self._take()
+            self._pieces.use([page])
             self.data[page] = self.data[shared]
             self._references[shared] -= 1
             self.table[sequence, entry] = page
 
-    def _drop(self, page: int) -> None:
-        self._references[page] -= 1
-        if not self._references[page]:
-            self._free.append(page)
+    def _drop(self, pages: NDArray[np.int32]) -> None:
+        self._references[pages] -= 1
+        if len(free := pages[self._references[pages] == 0]):
+            self._pieces.empty(free)
+            for page in free.tolist():
+                heapq.heappush(self._free, page)
 
     def _take(self) -> int:
         if not self._free:
@@ -194,10 +243,7 @@ class Pool:
                 f"The cache's {self.size * PAGE} positions are all in use: end a sequence, "
                 "or load the model with a larger -c/--ctx-size."
             )
-        page = self._free.pop()
-        if self._written[page]:
-            self.data[page] = 0  # what is not this sequence's must not be in a file of it
-        self._written[page] = True
+        page = heapq.heappop(self._free)
         self._references[page] = 1
         return page
 
@@ -226,6 +272,7 @@ class PagedCache:
         self.max_pages = -(-n_ctx // PAGE)
         self.lengths = [0] * n_seq
         self._layers = layers
+        self._resting: dict[int, list[tuple[int, int, int]]] = {}  # by sequence: windows, entries, positions they hold
         lead = int(CACHE_TYPES[type_k].refined)
         # A window that is nearly the context frees nothing.
         kept = {layer.window: kept_positions(layer.window, n_ctx, n_batch) for layer in layers}
@@ -238,12 +285,12 @@ class PagedCache:
             strides[window] += layer.page_bytes(type_k, type_v)
         for window, stride in strides.items():
             size = n_seq * (lead + -(-kept[window] // PAGE)) if window else n_pages + lead * n_seq
-            self.pools[window] = Pool(stride, lead, n_seq, self.max_pages, size)
+            self.pools[window] = Pool(stride, lead, n_seq, self.max_pages, size, sum(strides.values()) // SPARE)
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the pages in use."""
-        return sum(pool.used * pool.stride for pool in self.pools.values())
+        return sum(pool.used_bytes for pool in self.pools.values())
 
     @property
     def free_positions(self) -> int:
@@ -262,6 +309,7 @@ class PagedCache:
 
     def grow(self, sequence: int, length: int) -> None:
         """Gives a sequence the pages for `length` positions."""
+        self._wake(sequence)
         for window, pool in self.pools.items():
             if window:
                 pool.release(sequence, self.lengths[sequence] - 2 * window)
@@ -278,9 +326,12 @@ class PagedCache:
 
     def truncate(self, sequence: int, length: int) -> None:
         """Keeps the first `length` positions, which are reachable."""
+        self._wake(sequence, forget=not length)
         self.lengths[sequence] = length
         for pool in self.pools.values():
             pool.truncate(sequence, length)
+        if not length:
+            self._trim()
 
     def shorten(self, sequence: int, length: int) -> None:
         """Forgets what lies behind the first `length` positions, but keeps its pages, which are soon written to."""
@@ -288,9 +339,44 @@ class PagedCache:
 
     def fork(self, source: int, target: int, length: int) -> None:
         """The empty target shares the first `length` positions, which are reachable."""
+        rested = self._wake(source)
         self.lengths[target] = length
-        for pool in self.pools.values():
-            pool.fork(source, target, length)
+        try:
+            for pool in self.pools.values():
+                pool.fork(source, target, length)
+        finally:
+            if rested:
+                self.rest(source)
+
+    def rest(self, sequence: int) -> None:
+        """Holds no more of a sequence than its positions take, until it is needed again."""
+        if sequence in self._resting or not self.lengths[sequence]:
+            return
+        length, laid = self.lengths[sequence], list[tuple[int, int, int]]()
+        for window, pool in self.pools.items():
+            pool.truncate(sequence, length)
+            entries = [(entry, min(length, PAGE)) for entry in range(pool.lead)]
+            entries += [(pool.end[sequence] - 1, length % PAGE)] * (length % PAGE > 0)
+            for entry, n in entries:
+                if pool.own(sequence, entry):
+                    pool.lay_down(sequence, entry, self._held(pool.page(sequence, entry), window, n, entry < pool.lead))
+                    laid.append((window, entry, n))
+        self._resting[sequence] = laid
+        self._trim()
+
+    def _trim(self) -> None:
+        """Gives back what large pages of the system hold besides, unless something is computed: small ones are slow."""
+        if all(sequence in self._resting or not length for sequence, length in enumerate(self.lengths)):
+            for pool in self.pools.values():
+                pool.trim()
+
+    def _wake(self, sequence: int, *, forget: bool = False) -> bool:
+        """Unpacks what was packed when the sequence began to rest; whether it did."""
+        for window, entry, n in (laid := self._resting.pop(sequence, [])):
+            pool = self.pools[window]
+            page = pool.page(sequence, entry)
+            pool.pick_up(sequence, entry, [] if forget else self._held(page, window, n, entry < pool.lead))
+        return bool(laid)
 
     def addresses(self, layer: int) -> tuple[int, int, int, int, int]:
         """For the layer: the table of pages and its row's length, keys and values of the first head in page 0, and
@@ -299,11 +385,12 @@ class PagedCache:
         table = pool.table.ctypes.data + pool.lead * pool.table.itemsize
         keys = pool.data.ctypes.data + self._places[layer]
         key_bytes = CACHE_TYPES[self.type_k].page_bytes(self._layers[layer].head_dim)
-        return table, pool.table.shape[1], keys, keys + key_bytes, pool.stride
+        return table, pool.table.shape[1], keys, keys + key_bytes, pool.step
 
     def save(self, sequence: int, length: int) -> tuple[list[dict[str, int]], list[NDArray[np.uint8]]]:
         """For each pool which entries follow, and copies of their pages, uint8 (entries, stride)."""
         facts, chunks = [], []
+        rested = self._wake(sequence)
         for window, pool in self.pools.items():
             first, end = pool.first[sequence], pool.entries(length)
             facts.append({"window": window, "first": first, "end": end, "stride": pool.stride})
@@ -313,40 +400,51 @@ class PagedCache:
                 if length < PAGE:
                     self._clear(pages[0], window, length)
             chunks.append(pages)
+        if rested:
+            self.rest(sequence)
         return facts, chunks
 
     def _clear(self, page: NDArray[np.uint8], window: int, used: int) -> None:
         """Zeros the positions of a page from `used` on: they may be of a sequence that this one was forked from."""
-        for layer, part in self._parts(page, window):
-            if not len(part):
-                continue
-            if layer.n_row:
-                part.reshape(PAGE, -1)[used:] = 0
-            else:
-                self._clear_heads(part.reshape(layer.n_head_kv, -1), layer.head_dim, used)
+        whole = page.copy()
+        page[:] = 0
+        for part, kept in zip(self._held(page, window, used), self._held(whole, window, used), strict=True):
+            part[...] = kept
 
-    def _parts(self, page: NDArray[np.uint8], window: int) -> Iterator[tuple[Kept, NDArray[np.uint8]]]:
-        """The layers of a pool, and where a page holds what they keep."""
-        for layer, own, place in zip(self._layers, self._window_of, self._places, strict=True):
-            if own == window:
-                yield layer, page[place : place + layer.page_bytes(self.type_k, self.type_v)]
-
-    def _clear_heads(self, heads: NDArray[np.uint8], head_dim: int, used: int) -> None:
-        n = len(heads)
+    def _held(self, page: NDArray[np.uint8], window: int, n: int, keys_only: bool = False) -> list[NDArray[np.uint8]]:
+        """What a page of a pool holds of its first n positions, as views of it."""
+        found: list[NDArray[np.uint8]] = []
         start = 0
-        for side, name in (("k", self.type_k), ("v", self.type_v)):
+        own = [layer for layer, its_window in zip(self._layers, self._window_of, strict=True) if its_window == window]
+        for layer, some in itertools.groupby(own):  # mostly all are alike
+            count = len(list(some))
+            part = page[start : (start := start + count * layer.page_bytes(self.type_k, self.type_v))]
+            if layer.n_row:
+                found.append(part.reshape(count, PAGE, -1)[:, :n])
+            elif layer.n_head_kv:
+                found += self._held_by_heads(part.reshape(count * layer.n_head_kv, -1), layer.head_dim, n, keys_only)
+        return found
+
+    def _held_by_heads(
+        self, heads: NDArray[np.uint8], head_dim: int, n: int, keys_only: bool
+    ) -> Iterator[NDArray[np.uint8]]:
+        start = 0
+        for side, name in (("k", self.type_k), ("v", self.type_v))[: 1 if keys_only else 2]:
             kind = CACHE_TYPES[name]
             middle, stop = (start + size for size in (head_dim * PAGE * kind.bits // 8, kind.page_bytes(head_dim)))
             codes, scales = heads[:, start:middle], heads[:, middle:stop]
             if side == "k":
-                codes.reshape(n, -1, PAGE, 4 if kind.is_packed else 2)[:, :, used:] = 0
+                yield codes.reshape(len(heads), -1, PAGE, 4 if kind.is_packed else 2)[:, :, :n]
             elif not kind.is_packed:
-                codes.reshape(n, PAGE, -1)[:, used:] = 0
+                yield codes.reshape(len(heads), PAGE, -1)[:, :n]
             else:
-                for position in range(used, PAGE):
-                    codes.reshape(n, PAGE // 4, -1, 4)[:, position // 4, :, position % 4] = 0
+                quads, rest = divmod(n, 4)
+                codes = codes.reshape(len(heads), PAGE // 4, -1, 4)
+                yield codes[:, :quads]
+                if rest:
+                    yield codes[:, quads, :, :rest]
             if kind.is_packed:
-                scales.reshape(n, -1, PAGE, 2)[:, :, used:] = 0
+                yield scales.reshape(len(heads), -1, PAGE, 2)[:, :, :n]
             start = stop
 
     def matches(self, facts: list[dict[str, int]], length: int, n_bytes: int) -> bool:
@@ -378,7 +476,7 @@ class PagedCache:
         self.lengths[sequence] = length
 
     def keys(self, layer: int, sequence: int) -> NDArray[np.float32]:
-        """float32 (n_head_kv, positions, head_dim): a sequence's packed keys of 4 bits as kernels read them."""
+        """float32 (n_head_kv, positions, head_dim): packed keys of 4 bits of a sequence that does not rest."""
         kind, pool = CACHE_TYPES[self.type_k], self.pools[self._window_of[layer]]
         kept = self._layers[layer]
         n_head_kv, head_dim, head_bytes = kept.n_head_kv, kept.head_dim, kept.head_bytes(self.type_k, self.type_v)

@@ -101,6 +101,7 @@ class Lockstep:
         self._n_readings -= isinstance(task, Reading)
         if self._speculator:
             self._speculator.wake()
+            self._speculator.rest(task.slot)
         if task.done and isinstance(task, Generation):
             if self._speculator and self._shared_by_users:
                 self._speculator.remember(task.slot, task.n_reused)

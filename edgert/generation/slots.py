@@ -205,6 +205,7 @@ class Slots:
             self._clear(slot)
             return
         self._index.note(slot)
+        self._backend.rest(slot.sequence)
         while self.kv_total and self.held[1] > self._n_parallel and self._backend.memory()["kv"] > self.kv_total:
             self._evict(slot.owner, desperate=True)  # layers with a window have pages for each sequence
 
@@ -321,3 +322,4 @@ class Slots:
         slot.last_use = next(self._clock)
         slot.owner, slot.root = user, self._index.root(user)
         self._index.note(slot)
+        backend.rest(slot.sequence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from edgert.backends.base import Backend, Batch, Round, Stakes
 from edgert.errors import DoesNotFitError
 from edgert.sampler import Sampler
 
+FEW = 64  # tokens, as others have guessed them
 REACH = 512  # tokens back that are read when it has fallen behind by more
 
 
@@ -30,6 +32,7 @@ class DraftModel:
         if self.checks:
             draft: Any = backend
             self.interrupted = draft.interrupted
+        self.catching_up = 3e-4  # seconds that reading a few tokens takes which it has not seen, lately
         self._read = [np.zeros(backend.n_ctx, np.int32) for _ in range(backend.n_seq_max)]
         self._starts = [0] * backend.n_seq_max
         self._last: list[tuple[object, int, list[int]]] = [(None, 0, [])] * backend.n_seq_max
@@ -96,7 +99,10 @@ class DraftModel:
         """The one or two last of n tokens; all before them it has read."""
         pending = self._followed(sequence, tokens, n, owner)
         if pending is None:
+            behind, began = n - self._starts[sequence] - self.backend.length(sequence), perf_counter()
             pending = self._catch_up(sequence, tokens, n, 2).tolist()
+            if 2 < behind <= FEW:
+                self.catching_up += 0.1 * (min(perf_counter() - began, 2 * self.catching_up) - self.catching_up)
         self._last[sequence] = None, 0, []
         return pending
 

@@ -233,6 +233,7 @@ class Source:
         vain = not self._hits and (self._unsure >= (2 if again else 3) or self._rounds >= 6)
         if vain or (self._rounds >= 10 and net < 0):
             self.wait, self._rounds, self._hits, self._unsure = self._pause, 0, 0, 0
-            self._pause = min(4 * self._pause, self.LONGEST_PAUSE)
+            # To try again it reads what it has missed: seldom where it could not guess a single token.
+            self._pause = min((16 if vain else 4) * self._pause, self.LONGEST_PAUSE)
         elif self._rounds >= 12 and net > 0.1:
             self._pause = self.FIRST_PAUSE

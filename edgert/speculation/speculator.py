@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 SPEC_MAX = 15  # tokens guessed for one step, unless told otherwise
 MEMORY = 1 << 16  # tokens of ended requests that are remembered
-PATIENCE = 10  # steps without anything found, after which it is looked for ever more seldom
-SELDOM = 16  # steps from one search to the next, at most
+PATIENCE = 8  # steps without anything found, after which it is looked for ever more seldom
+SELDOM = 32  # steps from one search to the next, at most
 APART = 16  # rounds from one that goes a little further than pays to the next
 ROUNDS = 8  # rounds that a draft which pays makes at once
 BURST = 0.024  # seconds that these take, about: so long a reader may wait for his text
@@ -200,7 +200,7 @@ class Speculator:
         count = 0
         if search:
             guess, kinds, net = self._from_memory(slot, request, rows, pace, limit)
-            if guess and (not draft_ready or net >= draft.net(pace)):
+            if guess and (not draft_ready or net >= self._bar(request, pace)):
                 now.source, now.kinds, count = "ngram", kinds, len(guess)
                 slot.tokens[slot.n_tokens : slot.n_tokens + count] = guess
         if not count and draft_ready:
@@ -252,8 +252,7 @@ class Speculator:
         odds, n = self.draft_odds[request.sampled], slot.n_tokens
         began = perf_counter()
         try:
-            searches = bool(self.texts) and request.sources["ngram"].ready
-            stakes = self._stakes(request.sampled, rows, pace, limit, task.end_ids, searches)
+            stakes = self._stakes(request, rows, pace, limit, task.end_ids)
             if self._curious:
                 stakes = replace(stakes, ease=CURIOUS, further=1)
             if together and model.checks:
@@ -274,6 +273,27 @@ class Speculator:
             count += 1  # or a size that was held up when it was measured would never be tried again
         del kinds[count:]
         return count
+
+    def _bar(self, request: Request, pace: float) -> float:
+        """Tokens that what was said must promise to be asked in place of the draft: as many as that gains, and those of
+        the time in which it later reads them, and in which steps between walks are not shared by rounds."""
+        assert self.model is not None
+        alone = self._between * (1 - 1 / self._most_rounds(request)) if self.model.checks else 0.0
+        return request.sources["draft"].net(pace) + pace * (self.model.catching_up + alone)
+
+    @property
+    def _between(self) -> float:
+        """Seconds between two walks."""
+        return sorted(self._rests)[len(self._rests) // 2]
+
+    def _worth_a_stop(self, request: Request, rows: int, pace: float, most: int) -> int:
+        """Tokens that must agree with what was said for rounds of the draft to end there; 0: that never pays."""
+        odds, bar = self.ngram_odds[request.sampled], self._bar(request, pace)
+        for agreed in AGREED[AGREED.index(LONG_ENOUGH) :]:
+            chances = [odds[bisect_right(AGREED, agreed + i)] for i in range(most)]
+            if self._best_length(chances, rows, pace)[1] >= bar:
+                return agreed
+        return 0
 
     def _most_rounds(self, request: Request) -> int:
         """How many rounds are to be one walk: in all but the first the draft alone guesses, by the same stakes."""
@@ -304,25 +324,21 @@ class Speculator:
         request.rest(len(task.chosen) - 1)
         return n_checked
 
-    def _stakes(
-        self, sampled: bool, rows: int, pace: float, most: int, end_ids: frozenset[int], searches: bool
-    ) -> Stakes:
-        """When the draft is to stop, reckoned anew every few rounds.
-
-        searches:  whether more may be had from what was said, once it comes again
-        """
-        key = sampled, rows, most, end_ids, searches
+    def _stakes(self, request: Request, rows: int, pace: float, most: int, end_ids: frozenset[int]) -> Stakes:
+        """When the draft is to stop, reckoned anew every few rounds."""
+        searches = bool(self.texts) and request.sources["ngram"].ready
+        key = request.sampled, rows, most, end_ids, searches
         known = self._known_stakes.get(key)
         if known is None or self._n_rounds - known[0] >= 16:
             if len(self._known_stakes) > 64:
                 self._known_stakes.clear()
-            odds = self.draft_odds[sampled]
+            odds = self.draft_odds[request.sampled]
             floors = self._floors(odds.mean, rows, pace, most)
             ends = np.array(sorted(end_ids), np.int64)
             costs, sizes = self.costs, range(rows, rows + most + 1)
             extra = np.array([0.0 if self.least else pace * (costs[n] - costs[rows]) for n in sizes])
             unknown = np.array([not costs.known(n) for n in sizes], np.int64)
-            repeated = LONG_ENOUGH if searches else 0
+            repeated = self._worth_a_stop(request, rows, pace, most) if searches else 0
             stakes = Stakes(most, floors, self.p_min, BOUNDS, odds.values, ends, extra, unknown, repeated=repeated)
             known = self._known_stakes[key] = self._n_rounds, stakes
         return known[1]
@@ -371,7 +387,7 @@ class Speculator:
             rest = (seconds - sum(one.seconds for one in walked)) / len(walked)
             if len(walked) == 1:
                 self._rests.append(rest)
-            between = sorted(self._rests)[len(self._rests) // 2]
+            between = self._between
             for guesses, n, accepted, seconds in walked:
                 # What a step costs is that of one alone, however many rounds share what lies between walks.
                 self._take_in(seconds + between, seconds + rest, [(found[0][0], guesses, n, accepted)])
@@ -405,6 +421,11 @@ class Speculator:
                 odds.learn(kind, i < accepted)
         tokens, of = self._paces.get(n, (0.0, 0.0))
         self._paces[n] = 0.98 * tokens + made, 0.98 * of + spent
+
+    def rest(self, slot: Slot) -> None:
+        """Nothing is guessed for the slot for now."""
+        if self.model is not None:
+            self.model.backend.rest(slot.sequence)
 
     def remember(self, slot: Slot, start: int) -> None:
         """Keeps a text that has ended, from token `start` on."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
+from random import Random
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from resident import COUNTED, bytes_held
 
 from edgert.backends.cpu.cache import Kept, PagedCache
 from edgert.backends.cpu.layouts import PAGE
@@ -14,7 +18,7 @@ from edgert.errors import DoesNotFitError
 N_SEQ, N_CTX, N_BATCH, WINDOW = 4, 400, 48, 40
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["grow", "grow", "grow", "fork", "truncate", "free"]),
+        st.sampled_from(["grow", "grow", "grow", "fork", "truncate", "free", "rest"]),
         st.integers(0, N_SEQ - 1),
         st.integers(0, N_SEQ - 1),
         st.integers(0, N_CTX),
@@ -52,7 +56,8 @@ def check(cache: PagedCache, expected: list[list[int]]) -> None:
             assert cache.lengths[sequence] == len(numbers)
             pages = row(cache, window, sequence)
             seen_from = max(0, len(numbers) + 1 - window) if window else 0
-            for i in range(seen_from, len(numbers)):
+            resting = len(numbers) % PAGE if sequence in cache._resting else 0  # packed; looked at when it goes on
+            for i in range(seen_from, len(numbers) - resting):
                 assert pool.data[pages[i // PAGE], i % PAGE] == numbers[i]
             held += pool.held(sequence).tolist()
         used = set(held)
@@ -71,7 +76,9 @@ def test_any_history(type_k: str, steps: list[tuple[str, int, int, int]]) -> Non
     expected: list[list[int]] = [[] for _ in range(N_SEQ)]
     for stamp, (what, one, other, number) in enumerate(steps):
         present = len(expected[one])
-        if what == "grow":
+        if what == "rest":
+            cache.rest(one)
+        elif what == "grow":
             length = min(N_CTX, present + 1 + number % N_BATCH)
             if length == present or cache.missing({one: length}):
                 continue
@@ -93,6 +100,9 @@ def test_any_history(type_k: str, steps: list[tuple[str, int, int, int]]) -> Non
                 cache.truncate(failed, 0)
                 expected[failed] = []
         check(cache, expected)
+    for sequence in range(N_SEQ):
+        cache.truncate(sequence, len(expected[sequence]))
+    check(cache, expected)
     for sequence in range(N_SEQ):
         cache.truncate(sequence, 0)
     assert cache.used_bytes == 0
@@ -118,19 +128,122 @@ def test_a_window_that_is_nearly_the_context_has_no_pages_of_its_own() -> None:
     assert list(cache.pools) == [0]
 
 
-@given(st.lists(st.integers(1, 4096), min_size=1, max_size=16))
-@settings(max_examples=300)
-def test_what_is_wasted(lengths: list[int]) -> None:
-    """Positions in pages that hold none, at any mix of lengths: at most a page less one a sequence, so under 4 % of
-    what is cached wherever sequences have 375 positions or more in the mean."""
-    cache = PagedCache([Kept(0, 1, 32)], len(lengths), 4096, len(lengths) * 4096 // PAGE, 512, "q8_0", "q8_0")
-    for sequence, length in enumerate(lengths):
-        cache.grow(sequence, length)
-    cached = cache.used_bytes // cache.token_bytes
-    waste = cached - sum(lengths)
-    assert 0 <= waste <= len(lengths) * (PAGE - 1)
-    if sum(lengths) >= 375 * len(lengths):
-        assert waste < 0.04 * cached
+SHAPES = {  # layers, types of keys and values
+    "smollm2": ([Kept(0, 3, 64)] * 30, "q8_0", "q8_0"),
+    "smollm2 f16": ([Kept(0, 3, 64)] * 30, "f16", "f16"),
+    "smollm2 q4_0 values": ([Kept(0, 3, 64)] * 30, "q8_0", "q4_0"),
+    "gemma3": ([Kept(512 * (i % 6 != 5), 1, 256) for i in range(18)], "q8_0", "q8_0"),
+    "lfm2": ([Kept(0, 8, 64) if i % 3 == 2 else Kept(64, 0, 0, 1024) for i in range(16)], "q8_0", "q8_0"),
+}
+# Mixes of lengths: some sequences, most of them short, in an order in which they grow.
+MIXES = st.lists(
+    st.one_of(st.integers(1, 40), st.integers(1, 40), st.integers(1, 800)), min_size=1, max_size=24
+).filter(lambda lengths: sum(lengths) <= 2000)
+ONCE = settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+
+
+def fill(name: str, lengths: list[int], draw: Random, freed: int) -> PagedCache:
+    """Sequences of these lengths, grown in turn by a few positions, and as many more that have come and gone."""
+    layers, type_k, type_v = SHAPES[name]
+    n = len(lengths)
+    cache = PagedCache(layers, 2 * n, 4096, 4000 // PAGE + 4 * n, 64, type_k, type_v)
+    assert all(pool.step % mmap.PAGESIZE == 0 for pool in cache.pools.values())
+    present, other = [0] * (2 * n), [min(length, freed) for length in lengths]
+    goals = lengths + other
+    while growing := [i for i in range(2 * n) if present[i] < goals[i]]:
+        one = draw.choice(growing)
+        present[one] = min(goals[one], present[one] + draw.randrange(1, 64))
+        cache.grow(one, present[one])
+        for pool in cache.pools.values():
+            pool.data[pool.held(one)] = 1  # each page's positions lie all over it
+    for i in range(n):
+        cache.truncate(n + i, 0)
+    return cache
+
+
+def memory(cache: PagedCache) -> tuple[int, int]:
+    """Bytes that the system holds for a cache, and bytes of what its sequences keep."""
+    held = used = 0
+    for pool in cache.pools.values():
+        held += bytes_held(pool.data) + sum(bytes_held(part) for part in pool.shelf.ranges())
+        for sequence, length in enumerate(cache.lengths):
+            used += max(0, length - pool.first[sequence] * PAGE) * pool.stride // PAGE
+    return held, used
+
+
+def rounding(cache: PagedCache) -> int:
+    """Bytes by which pages of the system may exceed what they are for."""
+    padding = sum((pool.used - len(pool.shelf)) * (pool.step - pool.stride) for pool in cache.pools.values())
+    return padding + len(cache.pools) * (PAGE - 1) * (mmap.PAGESIZE - 1)
+
+
+@COUNTED
+@pytest.mark.parametrize("name", SHAPES)
+@given(MIXES, st.integers(0, 1 << 30), st.integers(1, 100))
+@ONCE
+def test_what_is_wasted_at_rest(name: str, lengths: list[int], seed: int, freed: int) -> None:
+    """At any mix of lengths, and whatever ended beside them, the system holds less than 4 % beyond the positions.
+
+    Pages of the system cannot be divided: each size which ends of sequences have, 15 at most in a pool, takes up to one
+    more than it fills, and whole pages of the cache may be a fiftieth apart. So 4 % are sure from 3.3 MB a pool on, 270
+    positions of SmolLM2, whose positions nearly fill three pages of the system: there they are at all lengths.
+    """
+    cache = fill(name, lengths, Random(seed), freed)
+    for sequence in range(len(lengths)):
+        cache.rest(sequence)
+    held, used = memory(cache)
+    assert 0 <= held - used <= rounding(cache)
+    if name == "smollm2" or used >= 3_300_000 * len(cache.pools):
+        assert held - used < 0.04 * held
+
+
+@COUNTED
+@given(MIXES, st.integers(0, 1 << 30), st.integers(1, 4), st.integers(1, 100))
+@ONCE
+def test_what_is_wasted_while_some_are_computed(lengths: list[int], seed: int, n_computed: int, freed: int) -> None:
+    """Each sequence that steps compute has its last page whole, because kernels read keys of PAGE positions side by
+    side: PAGE - 1 positions at most, so that 4 % are kept from 420 positions for each of these on. What is computed
+    keeps large pages of the system besides, whose other parts are taken from it here."""
+    draw = Random(seed)
+    cache = fill("smollm2", lengths, draw, freed)
+    computed = draw.sample(range(len(lengths)), min(n_computed, len(lengths)))
+    for sequence in set(range(len(lengths))) - set(computed):
+        cache.rest(sequence)
+    cache.pools[0].trim()
+    held, used = memory(cache)
+    assert 0 <= held - used <= len(computed) * (PAGE - 1) * cache.token_bytes + rounding(cache)
+    if sum(lengths) >= 420 * len(computed):
+        assert held - used < 0.04 * held
+
+
+@pytest.mark.parametrize("type_v", ["f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("type_k", ["f16", "q8_0", "q4_0"])
+def test_what_rested_is_as_it_was(type_k: str, type_v: str) -> None:
+    """Byte by byte, of keys, values, what rounding left of the first keys, and rows of convolutions."""
+    layers = [Kept(0, 2, 64), Kept(0, 2, 64), Kept(0, 1, 32), Kept(40, 0, 0, 16), Kept(0, 2, 64)]
+    draw = np.random.default_rng(0)
+    for length in (1, 3, 4, 15, 16, 17, 30, 200):
+        cache = PagedCache(layers, 2, 256, 40, 256, type_k, type_v)
+        cache.grow(0, length)
+        for pool in cache.pools.values():
+            pages = pool.held(0)
+            pool.data[pages] = draw.integers(1, 256, (len(pages), pool.stride), np.uint8)
+            if pool.lead:  # of its values nothing is read
+                for part in cache._held(pool.page(0, 0), 0, PAGE):
+                    part[...] = 0
+                for part in cache._held(pool.page(0, 0), 0, PAGE, keys_only=True):
+                    part[...] = 7
+        facts, before = cache.save(0, length)
+        cache.rest(0)
+        cache.rest(0)
+        again, after = cache.save(0, length)  # which leaves it at rest
+        assert again == facts and all(map(np.array_equal, before, after))
+        if length % PAGE:
+            assert not cache.pools[0].page(0, cache.pools[0].end[0] - 1).any()
+        cache.fork(0, 1, length)
+        assert all(map(np.array_equal, before, cache.save(1, length)[1]))
+        cache.grow(0, length + 1)
+        assert all(map(np.array_equal, before, cache.save(0, length)[1]))
 
 
 def test_forks_hold_one_copy() -> None:
@@ -145,7 +258,7 @@ def test_forks_hold_one_copy() -> None:
 def test_pages_of_others_are_wiped() -> None:
     cache = PagedCache([Kept(0, 1, 32)], 2, 64, 4, 64)
     cache.grow(0, 64)
-    cache.pools[0].data[:] = 1
+    cache.pools[0].data[cache.pools[0].held(0)] = 1
     cache.truncate(0, 0)
     cache.grow(1, 20)
     assert not cache.pools[0].data[cache.pools[0].held(1)].any()
