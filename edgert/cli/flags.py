@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,6 +13,18 @@ from edgert.cli.text import text_of
 F = TypeVar("F", bound=Callable[..., Any])
 
 CONTEXT = click.IntRange(0, 2**31 - 1)  # the type of -c: positions, or 0 for the model's
+
+
+class Finite(click.FloatRange):
+    """A number in a range; NaN, which compares with no bound, and infinity are in none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Raises: click.BadParameter."""
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return found
+
 
 # Flag of the command line -> field of SamplingParams or Options.
 FIELDS = {

@@ -52,8 +52,10 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Ch
     """
     try:
         content = tomllib.loads(Path(path).read_text("utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise EdgertError(f"{path} cannot be read: {error}.") from error
+    except OSError as error:
+        raise EdgertError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise EdgertError(f"{path} is no text in UTF-8, from byte {error.start} on: write it as TOML.") from None
     except tomllib.TOMLDecodeError as error:
         raise EdgertError(f"{path} is not TOML: {error}.") from error
     models = content.pop("models", {})

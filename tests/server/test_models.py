@@ -272,6 +272,13 @@ def test_a_value_that_only_the_load_refuses_is_called_what_the_file_calls_it() -
     assert not isinstance(found.value, RequestError)  # which would be the fault of whoever asked
 
 
+@pytest.mark.parametrize("content", [b"GGUF\x03\xc3 = 5", b"queue = 7 # \xff"])
+def test_a_configuration_that_is_no_text(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "edgert.toml").write_bytes(content)
+    with pytest.raises(EdgertError, match=r"edgert\.toml is no text in UTF-8, from byte \d+ on"):
+        config.read(tmp_path / "edgert.toml")
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -279,6 +286,8 @@ def test_a_value_that_only_the_load_refuses_is_called_what_the_file_calls_it() -
         (["--host", "192.168.1.5"], "--api-key"),
         (["--port", "70000"], "--port"),
         (["-np", "0"], "--parallel"),
+        (["--timeout", "nan"], "--timeout"),
+        (["--queue-timeout", "inf"], "--queue-timeout"),
     ],
 )
 def test_flags_that_are_refused(arguments: list[str], said: str) -> None:

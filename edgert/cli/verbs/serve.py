@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from edgert import store
-from edgert.cli.flags import Parts, Threads, flag, model_flags, request_of, sampling_flags
+from edgert.cli.flags import Finite, Parts, Threads, flag, model_flags, request_of, sampling_flags
 from edgert.cli.loading import model_path, options_of
 from edgert.cli.text import text_of
 from edgert.cli.verb import verb
@@ -39,12 +39,12 @@ from edgert.errors import RequestError
 @flag("--queue", type=click.IntRange(0, 100_000), default=256, show_default=True, help="Requests that may wait.")
 @flag("--cache-tokens", type=click.IntRange(0), help="Tokens cached in all.  [4 contexts, if they fit]")
 @flag("--prefix-cache", help="Whose cached beginnings a prompt may use: shared, user, off.  [shared]")
-@flag("--window", type=click.FloatRange(0, 10), help="Seconds in which an idle engine gathers requests.  [0]")
-@flag("--stall", type=click.FloatRange(1), help="Running answers may wait so many times as long beside a prompt.  [3]")
-@flag("--comfort", type=click.FloatRange(0, 10), help="Or so many seconds, if that is longer.  [by backend]")
-@flag("--patience", type=click.FloatRange(0), help="Seconds until who gets nothing takes a place of others.  [1]")
-@flag("--timeout", type=click.FloatRange(0), default=0, help="Seconds that an answer may take; 0: any.  [0]")
-@flag("--queue-timeout", type=click.FloatRange(0), default=0, help="Seconds that a request may wait; 0: any.  [0]")
+@flag("--window", type=Finite(0, 10), help="Seconds in which an idle engine gathers requests.  [0]")
+@flag("--stall", type=Finite(1), help="Running answers may wait so many times as long beside a prompt.  [3]")
+@flag("--comfort", type=Finite(0, 10), help="Or so many seconds, if that is longer.  [by backend]")
+@flag("--patience", type=Finite(0), help="Seconds until who gets nothing takes a place of others.  [1]")
+@flag("--timeout", type=Finite(0), default=0, help="Seconds that an answer may take; 0: any.  [0]")
+@flag("--queue-timeout", type=Finite(0), default=0, help="Seconds that a request may wait; 0: any.  [0]")
 @flag("--max-body", type=click.IntRange(1024), default=16 << 20, help="Most bytes of a request.  [16 MiB]")
 @flag("--keep-alive", default="-1", help="Put a model away when idle for so long, such as 5m; -1: never.  [-1]")
 @flag("--models-max", type=click.IntRange(0), default=0, help="Models in memory at once; 0: as many as fit.  [0]")

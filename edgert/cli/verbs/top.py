@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from edgert.cli.flags import flag, json_flag
+from edgert.cli.flags import Finite, flag, json_flag
 from edgert.cli.verb import verb
 from edgert.errors import EdgertError
 
@@ -26,7 +26,7 @@ Samples = dict[str, list[tuple[dict[str, str], float]]]
 @verb()
 @click.argument("url", default="http://127.0.0.1:8080")
 @flag("--api-key", help="The server's key.")
-@click.option("--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds.")
+@click.option("--interval", type=Finite(0.1), default=1.0, show_default=True, help="Seconds.")
 @click.option("--once", is_flag=True, help="Look once and stop.")
 @json_flag
 def command(url: str, api_key: str | None, interval: float, once: bool, as_json: bool) -> None:

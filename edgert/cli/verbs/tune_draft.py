@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgert.cli.flags import Several, json_flag, model_flags
+from edgert.cli.flags import Finite, Several, json_flag, model_flags
 from edgert.cli.loading import load
 from edgert.cli.progress import ProgressLine, bar
 from edgert.cli.verb import verb
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--temps",
-    type=Several(click.FloatRange(0, 100)),
+    type=Several(Finite(0, 100)),
     default="0,0.7,0.9",
     show_default=True,
     help="Temperatures to try them at.",
