@@ -200,17 +200,27 @@ def unigrams(folder: Path, merge_spaces: bool, rules: dict[str, str] | None = No
     return write_vocabulary(folder / "unigrams.gguf", metadata, "bert"), reference
 
 
-@pytest.mark.parametrize("merge_spaces", [True, False])
-def test_unigrams_equal_hugging_face(tmp_path: Path, merge_spaces: bool) -> None:
-    path, reference = unigrams(tmp_path, merge_spaces)
+def assert_unigrams(folder: Path, merge_spaces: bool, texts: Iterable[str]) -> None:
+    path, reference = unigrams(folder, merge_spaces)
     tokenizer = tokenizer_of(path)
     # `tokenizers` puts no space before a text that begins with its mark, sentencepiece does.
-    texts = [text.replace("▁", "") if merge_spaces else text.strip(" ▁") for text in random_texts(500)]
+    texts = (text.replace("▁", "") if merge_spaces else text.strip(" ▁") for text in texts)
     assert_equal(
         filter(str.strip, texts),
         lambda text: tokenizer.encode(text, add_special=False),
         lambda text: list(reference.encode(text).ids),
     )
+
+
+@pytest.mark.parametrize("merge_spaces", [True, False])
+def test_unigrams_equal_hugging_face(tmp_path: Path, merge_spaces: bool) -> None:
+    assert_unigrams(tmp_path, merge_spaces, random_texts(500))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merge_spaces", [True, False])
+def test_unigrams_equal_hugging_face_on_ten_thousand_texts(tmp_path: Path, merge_spaces: bool) -> None:
+    assert_unigrams(tmp_path, merge_spaces, random_texts(10_000))
 
 
 RULES_OF_TEXT = {pair[:-1]: pair[-1] for pair in ("①1", "e\u0301é", "\t ", "\n ", "\u3000 ", "ＡＢa", "ＡA", "ﬁf")} | {
@@ -224,6 +234,16 @@ def test_unigrams_equal_llama_cpp(tmp_path: Path, merge_spaces: bool, rules: dic
     path, _ = unigrams(tmp_path, merge_spaces, rules)
     texts = ["ﬁe\u0301e\u0301\u0301\tＡＢＡＡＢ①", "", " ", "   a  b ", *random_texts(300)]
     assert_equals_llama_cpp(path, texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", [None, RULES_OF_TEXT], ids=["plain", "rules"])
+@pytest.mark.parametrize("merge_spaces", [True, False])
+def test_unigrams_equal_llama_cpp_on_ten_thousand_texts(
+    tmp_path: Path, merge_spaces: bool, rules: dict[str, str] | None
+) -> None:
+    path, _ = unigrams(tmp_path, merge_spaces, rules)
+    assert_equals_llama_cpp(path, random_texts(10_000))
 
 
 def test_unigrams_without_scores_are_refused(tmp_path: Path) -> None:
