@@ -95,8 +95,9 @@ class Pieces:
         if not GIVES_BACK or low >= high:
             low = high = stop
         self._range[begin:low] = self._range[high:stop] = 0
-        if low < high:
-            self._advise(low, min(high, len(self._range)) - low, "DONTNEED")
+        high = min(high, len(self._range))
+        if low < high and not self._advise(low, high - low, "DONTNEED"):  # as of memory that is locked
+            self._range[low:high] = 0
 
     def _advise(self, begin: int, n_bytes: int, advice: str) -> bool:
         """Whether the system takes an advice about a part of the range."""

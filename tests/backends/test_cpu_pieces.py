@@ -47,9 +47,14 @@ def test_pieces_hold_what_is_in_use(size: int, steps: list[tuple[bool, list[int]
     assert (pieces.data == expected[:, None]).all()
 
 
+@pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("gives_back", [True, False])
-def test_pieces_where_the_system_takes_nothing_back(gives_back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_where_the_system_takes_nothing_back(
+    gives_back: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "GIVES_BACK", gives_back and module.GIVES_BACK)
+    if refused:
+        monkeypatch.setattr(Pieces, "_advise", lambda *_: False)
     pieces = Pieces(4, 5000)
     pieces.use([0, 1, 2])
     pieces.data[:3] = 7
