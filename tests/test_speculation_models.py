@@ -202,6 +202,9 @@ def test_the_best_length_is_that_of_all_temperatures() -> None:
     points = [tuning.Point(t, n, 100 * up, up, 0.5, 0.5, 1.5) for (t, n), up in ups.items()]
     length, gain = tuning.best(points)
     assert length == 2 and gain == pytest.approx(2 / (1 / 1.5 + 1 / 1.4))
+    adaptive = tuning.Point(0.0, tuning.ADAPTIVE, 140, 1.40, 0.5, 0.5, 1.5)
+    assert tuning.best([*points, adaptive])[0] == tuning.ADAPTIVE
+    assert tuning.best([*points, replace(adaptive, speed_up=1.36)])[0] == 2
 
 
 @pytest.mark.slow
