@@ -17,6 +17,7 @@ from edgert.backends.cpu.simd import F32, I8, Emitter, Value
 LINE = 64  # bytes of a cache line
 AHEAD = 8192  # bytes from what is multiplied to what is asked for
 NEAR = 4096  # the same, where what follows has been asked for into the second-level cache
+OVERLAPPING = 3  # tokens from which on `ask_for` pays: alone it made a step of two threads a tenth slower
 
 
 def is_signed(e: Emitter, codec: Codec) -> bool:
@@ -124,7 +125,7 @@ def ask_for(e: Emitter, codec: Codec, panel: Value, n_blocks: Value, k: Value) -
 
     Memory is read as fast as requests are under way, of which the first-level cache keeps few. The second keeps many
     more, but follows each place where lines are read one after the other for some lines only: when a share has a line
-    from each of several places, all requests are in use. Six tokens gained 25 % so, one gained 4 %.
+    from each of several places, all requests are in use. Six tokens gained 25 % so.
     """
     share = codec.panel_bytes(BLOCK, e.lanes)
     n_places = -(-share // LINE)
@@ -161,10 +162,10 @@ def panel_product(
     way = MatrixDots if paired else PartialDots
     totals = [e.var(e.zero(e.vf)) for _ in range(n_tokens)]
     for k, block, above in each_block(e, codec, panel, n_blocks):
-        if e.isa.machine == "x86_64":
+        if n_tokens >= OVERLAPPING and e.isa.machine == "x86_64":
             ask_for(e, codec, following, n_blocks, k)
             ask(e, codec, block, 3, NEAR)
-        else:  # where nothing has been measured
+        else:
             ask(e, codec, block)
         words_k = e.add(words, e.mul(k, WORDS_BYTES))
         words_t = [e.add(words_k, e.mul(words_stride, t)) for t in range(n_tokens)]
