@@ -125,6 +125,7 @@ class Shard:
     def close(self) -> None:
         """Closes the file; the mapping stays until the last array that looks into it is gone."""
         if self._fd >= 0:
+            self._let_go()  # the mapping would keep a lease
             os.close(self._fd)
             self._fd = -1
             self.__dict__.pop("_map", None)
@@ -160,9 +161,12 @@ class Shard:
         try:
             yield
         finally:
-            if self._leased and self._fd >= 0:
-                _lease(self._fd, False)
-            self._leased = False
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._leased:
+            _lease(self._fd, False)
+        self._leased = False
 
     def lend(self, offset: int, n_bytes: int) -> NDArray[np.uint8] | None:
         """Bytes of a file that is held, uint8, where the system keeps them; None if it does not, or somebody waits.

@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BLOCK = 32  # weights along a row that share the layout's unit, and activations that share a scale
+LINE = 64  # bytes of a cache line
 PAGE = 16  # positions of a sequence that are cached together
 AHEAD = 12  # entries beyond the end of a sequence's table of pages that kernels may look at
 WINDOW = 64  # positions that are computed as wide rows when a batch holds all of them

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from llvmlite import ir
 
 from edgert.backends.cpu.kernels.sums import MatrixDots, PartialDots
-from edgert.backends.cpu.layouts import BLOCK, SUPER, WORDS_BYTES, Codec
+from edgert.backends.cpu.layouts import BLOCK, LINE, SUPER, WORDS_BYTES, Codec
 from edgert.backends.cpu.simd import F32, I8, Emitter, Value
 
-LINE = 64  # bytes of a cache line
 AHEAD = 8192  # bytes from what is multiplied to what is asked for
 NEAR = 4096  # the same, where what follows has been asked for into the second-level cache
 OVERLAPPING = 3  # tokens from which on `ask_for` pays: alone it made a step of two threads a tenth slower

@@ -18,10 +18,10 @@ from numba.core.datamodel import models, register_default
 from numba.extending import intrinsic, overload
 
 from edgert.backends.cpu.isa import Isa
+from edgert.backends.cpu.layouts import LINE
 from edgert.backends.cpu.simd import I8, I16, I32, I64, Emitter, Value
 
 QUAD = 16  # bytes of a row that are woven at a time
-LINE = 64  # bytes that come into a cache together
 
 
 class Lanes(types.Type):
