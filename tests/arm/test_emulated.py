@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,5 +22,6 @@ def test_answers_and_kernels(name: str) -> None:
         pytest.skip("needs qemu-aarch64-static, which Debian's qemu-user-static has")
     if not FOLDER and not (USUAL / "prepared").exists():
         pytest.skip("needs an arm64 Python: tests/arm/run prepares one; with EDGERT_ARM_ROOT=FOLDER this test does")
-    done = subprocess.run([RUN, name], capture_output=True, text=True, check=False)
+    environment = os.environ | {"EDGERT_ARM_HOST_PYTHON": sys.executable}
+    done = subprocess.run([RUN, name], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
