@@ -18,12 +18,18 @@ from edgert.errors import UnsupportedFormatError
 
 LENGTH = 150  # two whole windows of the engine's wide kernels, and a rest
 TOKENS = np.random.default_rng(21).integers(0, 384, LENGTH).tolist()
-# How far an input may lie from the reference's, in its own root mean square: the cache holds 16 bits; bf16 tiles;
-# int8 activations.
+# How far an input may lie from the reference's, in its own root mean square: the cache holds 16 bits; bf16 tiles. Where
+# activations become bytes it is what these alone cost, if that is more.
 FLOAT_CACHE = {"cache_type_k": "f16", "cache_type_v": "f16"}  # what is compared here is all but the cache
 BOUNDS = {Type.F32: 0.002, Type.F16: 0.005, Type.BF16: 0.02, Type.Q8_0: 0.03, Type.Q4_0: 0.03}
 
 Open = Callable[..., Backend]
+
+
+def allowed(quant: Type, rounded: np.ndarray, exact: np.ndarray) -> float:
+    """How far what is found may lie from `exact`, where activations rounded to bytes lead to `rounded`."""
+    most = BOUNDS[quant]
+    return max(most, 1.1 * relative_error(rounded, exact)) if quant in (Type.Q4_0, Type.Q8_0) else most
 
 
 @pytest.fixture
@@ -46,13 +52,13 @@ def test_inputs_are_those_of_the_reference(
 ) -> None:
     path = tiny_model(family, quant=quant)
     expected = ObservedReference(path).inputs(TOKENS)
+    rounded = ObservedReference(path, int8=True).inputs(TOKENS)
     backend = open_cpu(path)
     found = observed(backend, Batch.of(TOKENS, 0, wanted="all"))
     assert found.keys() == expected.keys()
+    errors = {name: relative_error(found[name], expected[name]) for name in found}
     assert {
-        name: relative_error(found[name], expected[name])
-        for name in found
-        if relative_error(found[name], expected[name]) > BOUNDS[quant]
+        name: error for name, error in errors.items() if error > allowed(quant, rounded[name], expected[name])
     } == {}
 
 
@@ -149,6 +155,8 @@ def test_many_logits_by_tiles(
     """Those of the reference, for scattered rows too, and again after a smaller step."""
     path = tiny_model("llama", quant=quant, **options)
     expected = Reference(path).logits(TOKENS)
+    bytewise = ObservedReference(path, int8=True)
+    rounded = bytewise.logits(TOKENS)
     backend = open_cpu(path, tile_head=True)
     places = np.sort(np.random.default_rng(n_wanted).choice(LENGTH, n_wanted, replace=False))
     batch = Batch.of(TOKENS, 0, wanted="none")
@@ -156,10 +164,10 @@ def test_many_logits_by_tiles(
     for _ in range(2):
         backend.free(0)
         logits = backend.forward(batch)
-        assert relative_error(logits, expected[places]) < BOUNDS[quant]
+        assert relative_error(logits, expected[places]) < allowed(quant, rounded[places], expected[places])
         backend.free(0)
         assert relative_error(backend.forward(Batch.of(TOKENS[:9], 0)), expected[8:9]) < 2 * BOUNDS[quant]
     backend.free(0)
     name = "token_embd.weight" if options.get("tied") else "output.weight"
-    head = observed(backend, batch)[name]
-    assert relative_error(head, ObservedReference(path).inputs(TOKENS)[name][places]) < BOUNDS[quant]
+    head, exact = observed(backend, batch)[name], ObservedReference(path).inputs(TOKENS)[name][places]
+    assert relative_error(head, exact) < allowed(quant, bytewise.seen[name][places], exact)
