@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from edgert.errors import SessionError
 from edgert.quantize.engine import Expert, sums_of_squares
 
+RESTED = 5.0  # seconds for which memory that is not in use is held, since fresh memory is slow to get on some hosts
 HEADS = frozenset({"output.weight", "token_embd.weight"})  # the matrix that makes logits, by its names
 
 # Called with the names of the tensors that a product multiplies, its input, float32 (n_tokens, n_cols), and of
@@ -290,7 +292,11 @@ class Backend(ABC):
         self.truncate(sequence, 0)
 
     def rest(self, sequence: int) -> None:  # noqa: B027
-        """Holds as little memory for the sequence as can be, until it is used again."""
+        """Holds as little memory for the sequence as can be once `give_back` is called, until it is used again."""
+
+    def give_back(self, seconds: float = 0.0) -> float:
+        """Gives back memory that has not been in use for so long; how long until there will be more (inf: nothing)."""
+        return math.inf
 
     def free_positions(self) -> int:
         """By how many positions sequences may still grow, all together; too few where shared ones count twice."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import click.testing
@@ -21,6 +23,7 @@ from edgert.backends.cpu.draft import CpuDraft
 from edgert.backends.cpu.sampling import SampleKernel
 from edgert.cli.verbs import tune_draft
 from edgert.errors import EdgertError, RequestError
+from edgert.generation import engine as engine_module
 from edgert.options import SamplingParams
 from edgert.quantize.gguf_file import GGUFFile
 from edgert.sampler import _RACE_DEPTH, Sampler
@@ -446,3 +449,15 @@ def test_the_default_model_has_its_draft_in_the_package(smollm2_path: Path) -> N
         loading.check_vocabulary(file, small)
         common = loading._common(small)
     assert common is not None and len(common) == loading.N_COMMON and (np.diff(common) > 0).all()
+
+
+def test_the_engine_gives_back_what_has_rested(tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without anybody asking: what the model's cache and the draft's hold of a last page is packed a little later."""
+    monkeypatch.setattr(engine_module, "RESTED", 0.05)
+    with edgert.load(tiny_model("llama"), draft=tiny_model("llama"), spec="draft", spec_min=4, spec_max=4) as model:
+        model.generate(PROMPT, temperature=0, max_tokens=37, ignore_eos=True)
+        caches: list[Any] = [model.backend._cache, model.speculator.model.backend._cache]  # type: ignore[attr-defined, union-attr]
+        end = monotonic() + 60
+        while any(math.isfinite(cache.oldest) for cache in caches) and monotonic() < end:
+            sleep(0.01)
+        assert all(len(cache.pools[0].shelf) for cache in caches)

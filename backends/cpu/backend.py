@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -395,6 +396,10 @@ class CpuBackend(Backend):
 
     def rest(self, sequence: int) -> None:
         self._cache.rest(sequence)
+
+    def give_back(self, seconds: float = 0.0) -> float:
+        self._cache.give_back(monotonic() - seconds)
+        return max(0.0, self._cache.oldest + seconds - monotonic())
 
     def reachable(self, sequence: int, length: int) -> int:
         return self._cache.reachable(sequence, length)

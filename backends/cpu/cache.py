@@ -6,10 +6,11 @@ passed them.
 
 Memory that the system holds for the cache is what positions take, but for this waste: a sequence that steps compute has
 its last page whole, since kernels read the keys of a page side by side, and so the large page of the system that this
-is in, since small ones are slower to read. Once it rests what the page holds is packed (`shelf.py`), and the page's
-memory, like that of pages without a sequence, goes back to the system. So at most PAGE - 1 positions of each sequence
-that is being computed are wasted, however many rest and whatever their lengths are, and parts of pages of the system,
-which do not end with positions: of small ones, and of large ones while something is computed.
+is in, since small ones are slower to read. Once it has rested for some seconds what the page holds is packed
+(`shelf.py`), and the page's memory, like that of pages without a sequence, goes back to the system; not sooner, since
+fresh memory is slow to get and the next turn of the same reply may come, or another one. So at most PAGE - 1 positions
+of each sequence that is being computed are wasted, however many rest and whatever their lengths are, and parts of pages
+of the system, which do not end with positions: of small ones, and of large ones while something is computed.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgert.backends.base import RESTED
 from edgert.backends.cpu.layouts import AHEAD, BLOCK, CACHE_TYPES, PAGE
 from edgert.backends.cpu.pieces import Pieces
 from edgert.backends.cpu.shelf import Shelf
@@ -201,14 +204,24 @@ class Pool:
         return held and bool(self._references[self.table[sequence, entry]] == 1)
 
     def lay_down(self, sequence: int, entry: int, parts: Sequence[NDArray[np.uint8]]) -> None:
-        """Packs what an entry's own page holds, and empties it."""
+        """Packs what an entry's own page holds, and gives that back."""
         self.shelf.put((sequence, entry), parts)
-        self._pieces.empty([int(self.table[sequence, entry])])
+        self._pieces.empty([int(self.table[sequence, entry])], at_once=True)
 
     def pick_up(self, sequence: int, entry: int, parts: Sequence[NDArray[np.uint8]]) -> None:
         """Puts back into an entry's page what it held."""
         self._pieces.use([int(self.table[sequence, entry])])
         self.shelf.take((sequence, entry), parts)
+
+    @property
+    def oldest(self) -> float:
+        """Since when the first memory has not been in use that is yet to be given back; inf: there is none."""
+        return min(self._pieces.oldest, self.shelf.oldest)
+
+    def give_back(self, until: float) -> None:
+        """Gives back what has not been in use since a time of `monotonic`."""
+        self._pieces.give_back(until)
+        self.shelf.give_back(until)
 
     def trim(self) -> None:
         """Gives back memory that the system holds beside pages in use."""
@@ -272,7 +285,8 @@ class PagedCache:
         self.max_pages = -(-n_ctx // PAGE)
         self.lengths = [0] * n_seq
         self._layers = layers
-        self._resting: dict[int, list[tuple[int, int, int]]] = {}  # by sequence: windows, entries, positions they hold
+        self._rested: dict[int, float] = {}  # sequences at rest that are not packed yet, and since when
+        self._packed: dict[int, list[tuple[int, int, int]]] = {}  # by sequence: windows, entries, positions they hold
         lead = int(CACHE_TYPES[type_k].refined)
         # A window that is nearly the context frees nothing.
         kept = {layer.window: kept_positions(layer.window, n_ctx, n_batch) for layer in layers}
@@ -331,7 +345,7 @@ class PagedCache:
         for pool in self.pools.values():
             pool.truncate(sequence, length)
         if not length:
-            self._trim()
+            self._tidy()
 
     def shorten(self, sequence: int, length: int) -> None:
         """Forgets what lies behind the first `length` positions, but keeps its pages, which are soon written to."""
@@ -349,34 +363,58 @@ class PagedCache:
                 self.rest(source)
 
     def rest(self, sequence: int) -> None:
-        """Holds no more of a sequence than its positions take, until it is needed again."""
-        if sequence in self._resting or not self.lengths[sequence]:
+        """Holds no more of a sequence than its positions take once it has rested, until it is needed again."""
+        if sequence in self._packed or sequence in self._rested or not self.lengths[sequence]:
             return
+        for pool in self.pools.values():
+            pool.truncate(sequence, self.lengths[sequence])
+        self._rested[sequence] = monotonic()
+        self._tidy()
+
+    @property
+    def oldest(self) -> float:
+        """Since when the first memory has rested that is yet to be given back; inf: there is none."""
+        return min([next(iter(self._rested.values()), np.inf), *(pool.oldest for pool in self.pools.values())])
+
+    def give_back(self, until: float = np.inf) -> None:
+        """Gives back what has rested since a time of `monotonic`."""
+        for sequence in [sequence for sequence, since in self._rested.items() if since <= until]:
+            del self._rested[sequence]
+            self._pack(sequence)
+        for pool in self.pools.values():
+            pool.give_back(until)
+        # Unless something is computed, what large pages hold besides goes as well: small ones are slow.
+        if all(sequence in self._packed or not length for sequence, length in enumerate(self.lengths)):
+            for pool in self.pools.values():
+                pool.trim()
+
+    def _tidy(self) -> None:
+        """Gives back what has rested for long."""
+        if self.oldest <= (until := monotonic() - RESTED):
+            self.give_back(until)
+
+    def _pack(self, sequence: int) -> None:
+        """Packs what the sequence's last page holds, and what rounding left of its first keys."""
         length, laid = self.lengths[sequence], list[tuple[int, int, int]]()
         for window, pool in self.pools.items():
-            pool.truncate(sequence, length)
             entries = [(entry, min(length, PAGE)) for entry in range(pool.lead)]
             entries += [(pool.end[sequence] - 1, length % PAGE)] * (length % PAGE > 0)
             for entry, n in entries:
                 if pool.own(sequence, entry):
                     pool.lay_down(sequence, entry, self._held(pool.page(sequence, entry), window, n, entry < pool.lead))
                     laid.append((window, entry, n))
-        self._resting[sequence] = laid
-        self._trim()
-
-    def _trim(self) -> None:
-        """Gives back what large pages of the system hold besides, unless something is computed: small ones are slow."""
-        if all(sequence in self._resting or not length for sequence, length in enumerate(self.lengths)):
-            for pool in self.pools.values():
-                pool.trim()
+        self._packed[sequence] = laid
 
     def _wake(self, sequence: int, *, forget: bool = False) -> bool:
-        """Unpacks what was packed when the sequence began to rest; whether it did."""
-        for window, entry, n in (laid := self._resting.pop(sequence, [])):
+        """Unpacks what was packed when the sequence had rested; whether it was at rest."""
+        if self._rested.pop(sequence, None) is not None:
+            return True
+        laid = self._packed.pop(sequence, None)
+        for window, entry, n in laid or ():
             pool = self.pools[window]
             page = pool.page(sequence, entry)
             pool.pick_up(sequence, entry, [] if forget else self._held(page, window, n, entry < pool.lead))
-        return bool(laid)
+        return laid is not None
 
     def addresses(self, layer: int) -> tuple[int, int, int, int, int]:
         """For the layer: the table of pages and its row's length, keys and values of the first head in page 0, and

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
+from collections import deque
 from collections.abc import Sequence
+from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +20,9 @@ GIVES_BACK = sys.platform.startswith("linux")  # elsewhere advice does not empty
 class Pieces:
     """Equal pieces of a reserved range, which the system holds while they are in use, once they have been written to.
 
-    What is emptied goes back to it, by its own pages, and is zeros from then on. Where it gives large pages, more is
-    held until `trim` is called. Systems other than Linux only have the zeros.
+    What is emptied it holds until `give_back` is called, since to get fresh pages takes long on some hosts; then it
+    goes back by the system's own pages. Where there are large ones, more is held until `trim` is called. A piece that
+    is taken into use is zeros, whatever it held before. Systems other than Linux only have the zeros.
 
     spare:  bytes that may lie between two pieces to have each begin at a page of the system
     large:  whether large pages are wanted, in which reading costs less
@@ -32,25 +35,56 @@ class Pieces:
         self._map, self._skip, self._range = _reserved(n * self.step)
         self.data = self._range.reshape(n, self.step)[:, :size]
         self._used = np.zeros(n, np.bool_)
+        self._emptied = np.full(n, np.inf)  # when pieces that still hold what they held were emptied
+        self._waiting: deque[tuple[float, NDArray[np.int32]]] = deque()  # what was emptied when
         # Of each large page of the range whether it is asked for.
         self._large = np.zeros(len(self._range) // LARGE_PAGE if large and GIVES_BACK else 0, np.bool_)
         self._ask_for_large(range(len(self._large)), True)
 
     def use(self, pieces: Sequence[int]) -> None:
-        """Says that pieces may be written to."""
+        """Has pieces that may be written to, all zeros."""
+        if not len(pieces):
+            return
+        for piece in pieces:
+            if self._emptied[piece] < np.inf:
+                self._range[piece * self.step : (piece + 1) * self.step] = 0
         self._used[pieces] = True
-        if len(pieces) and not self._large.all():
+        self._emptied[pieces] = np.inf
+        if not self._large.all():
             whole = [page for page in self._large_pages(min(pieces), max(pieces) + 1) if self._uses(page).all()]
             self._ask_for_large(whole, True)
 
-    def empty(self, pieces: Sequence[int] | NDArray[np.int32]) -> None:
-        """Forgets what pieces hold."""
-        self._used[pieces] = False
+    def empty(self, pieces: Sequence[int] | NDArray[np.int32], *, at_once: bool = False) -> None:
+        """Forgets what pieces hold; with `at_once` they are given back."""
+        emptied = np.array(pieces, np.int32)
+        self._used[emptied] = False
+        if at_once:
+            self._give_back(emptied)
+        else:
+            self._emptied[emptied] = now = monotonic()
+            self._waiting.append((now, emptied))
+
+    @property
+    def oldest(self) -> float:
+        """Since when the first of those pieces has been empty that `give_back` has not seen; inf: there is none."""
+        return self._waiting[0][0] if self._waiting else np.inf
+
+    def give_back(self, until: float = np.inf) -> None:
+        """Lets go of what was emptied up to a time of `monotonic`, and has not been in use since."""
+        given = []
+        while self._waiting and self._waiting[0][0] <= until:
+            when, emptied = self._waiting.popleft()
+            given.append(emptied[self._emptied[emptied] == when])
+        if given and len(pieces := np.concatenate(given)):
+            self._give_back(pieces)
+
+    def _give_back(self, pieces: NDArray[np.int32]) -> None:
+        self._emptied[pieces] = np.inf
         ordered = np.sort(pieces)
         for run in np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1):
             first, end = int(run[0]), int(run[-1]) + 1
             large = [page for page in self._large_pages(first, end) if self._large[page]]
-            free = [page for page in large if not self._uses(page).any()]
+            free = [page for page in large if not (self._uses(page).any() or self._waits(page))]
             if len(free) < len(large):  # giving back a part of a large page would cut it in small ones
                 self._range[first * self.step : end * self.step] = 0
             else:
@@ -58,8 +92,9 @@ class Pieces:
             self._trim(free)
 
     def trim(self) -> None:
-        """Lets go of what large pages hold beside pieces in use."""
-        self._trim([page for page in np.flatnonzero(self._large).tolist() if self._uses(page).any()])
+        """Lets go of what large pages hold beside pieces in use, and have held for long."""
+        large = np.flatnonzero(self._large).tolist()
+        self._trim([page for page in large if self._uses(page).any() and not self._waits(page)])
 
     def _trim(self, pages: Sequence[int]) -> None:
         for page in pages:
@@ -73,6 +108,11 @@ class Pieces:
     def _uses(self, page: int) -> NDArray[np.bool_]:
         """Which pieces that have something in a large page are in use."""
         return self._used[page * LARGE_PAGE // self.step : -(-(page + 1) * LARGE_PAGE // self.step)]
+
+    def _waits(self, page: int) -> bool:
+        """Whether pieces that have something in a large page are yet to be given back."""
+        emptied = self._emptied[page * LARGE_PAGE // self.step : -(-(page + 1) * LARGE_PAGE // self.step)]
+        return bool((emptied < np.inf).any())
 
     def _ask_for_large(self, pages: Sequence[int], wanted: bool) -> None:
         for page in pages:

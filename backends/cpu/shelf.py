@@ -63,6 +63,16 @@ class Shelf:
         owners.pop()
         pieces.empty([last])
 
+    @property
+    def oldest(self) -> float:
+        """As `Pieces.oldest`."""
+        return min((pieces.oldest for pieces in self._pieces.values()), default=np.inf)
+
+    def give_back(self, until: float) -> None:
+        """As `Pieces.give_back`."""
+        for pieces in self._pieces.values():
+            pieces.give_back(until)
+
     def ranges(self) -> list[NDArray[np.uint8]]:
         """The memory that rows are in."""
         return [pieces.data for pieces in self._pieces.values()]

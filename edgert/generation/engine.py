@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections import deque
@@ -15,7 +16,7 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.base import Backend
+from edgert.backends.base import RESTED, Backend
 from edgert.errors import DoesNotFitError, EdgertError
 from edgert.generation.admission import Admission
 from edgert.generation.limits import Limits
@@ -60,6 +61,7 @@ class Engine:
         self._finished = False  # close() has been called
         self._why = "The model is closed: load it again."
         self._calls: deque[tuple[Callable[[], object], SimpleQueue[object]]] = deque()
+        self._next_giving = 0.0  # when memory is to be given back
         _ENGINES.add(self)
 
     def submit(self, task: Task) -> None:
@@ -216,12 +218,23 @@ class Engine:
         self._admission.retire()
         if not self._work.tasks:
             self._outbox.send()
+        elif perf_counter() >= self._next_giving:
+            self._give_back()
+
+    def _give_back(self) -> float:
+        """Gives back memory that has rested; how long until there may be more."""
+        wait = self.backend.give_back(RESTED)
+        if self.speculator:
+            wait = min(wait, self.speculator.give_back(RESTED))
+        self._next_giving = perf_counter() + min(max(wait, 0.1), RESTED)
+        return wait
 
     def _wait(self) -> bool:
         """Waits for work; false when there will be none."""
         with self._changed:
             while not (self._closed or self._queue.n or self._work.tasks or self._calls):
-                self._changed.wait()
+                wait = self._give_back()
+                self._changed.wait(None if wait == math.inf else max(wait, 0.01))
             if self.limits.window and not self._work.tasks:
                 end = perf_counter() + self.limits.window
                 while not self._closed and not self._calls and self._queue.n < self.n_parallel:

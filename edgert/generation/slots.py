@@ -206,8 +206,15 @@ class Slots:
             return
         self._index.note(slot)
         self._backend.rest(slot.sequence)
-        while self.kv_total and self.held[1] > self._n_parallel and self._backend.memory()["kv"] > self.kv_total:
-            self._evict(slot.owner, desperate=True)  # layers with a window have pages for each sequence
+        if self._exceeds():
+            self._backend.give_back()
+        while self._exceeds():
+            self._evict(slot.owner, desperate=True)
+
+    def _exceeds(self) -> bool:
+        """Whether more is held than was planned for: layers with a window have pages for each sequence."""
+        crowded = self.kv_total and self.held[1] > self._n_parallel
+        return bool(crowded) and self._backend.memory()["kv"] > self.kv_total
 
     def _kept(self, slot: Slot) -> int:
         """How much of the slot is sound, the backend's word counting as well after a failed step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from bisect import bisect_right
 from collections import deque
@@ -426,6 +427,10 @@ class Speculator:
         """Nothing is guessed for the slot for now."""
         if self.model is not None:
             self.model.backend.rest(slot.sequence)
+
+    def give_back(self, seconds: float) -> float:
+        """As `Backend.give_back`, of the draft model."""
+        return self.model.backend.give_back(seconds) if self.model is not None else math.inf
 
     def remember(self, slot: Slot, start: int) -> None:
         """Keeps a text that has ended, from token `start` on."""

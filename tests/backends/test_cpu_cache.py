@@ -11,6 +11,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from resident import COUNTED, bytes_held
 
+from edgert.backends.cpu import cache as cache_module
+from edgert.backends.cpu import pieces as pieces_module
 from edgert.backends.cpu.cache import Kept, PagedCache
 from edgert.backends.cpu.layouts import PAGE
 from edgert.errors import DoesNotFitError
@@ -56,7 +58,7 @@ def check(cache: PagedCache, expected: list[list[int]]) -> None:
             assert cache.lengths[sequence] == len(numbers)
             pages = row(cache, window, sequence)
             seen_from = max(0, len(numbers) + 1 - window) if window else 0
-            resting = len(numbers) % PAGE if sequence in cache._resting else 0  # packed; looked at when it goes on
+            resting = len(numbers) % PAGE if sequence in cache._packed else 0  # packed; looked at when it goes on
             for i in range(seen_from, len(numbers) - resting):
                 assert pool.data[pages[i // PAGE], i % PAGE] == numbers[i]
             held += pool.held(sequence).tolist()
@@ -78,6 +80,8 @@ def test_any_history(type_k: str, steps: list[tuple[str, int, int, int]]) -> Non
         present = len(expected[one])
         if what == "rest":
             cache.rest(one)
+            if number % 2:
+                cache.give_back()
         elif what == "grow":
             length = min(N_CTX, present + 1 + number % N_BATCH)
             if length == present or cache.missing({one: length}):
@@ -191,6 +195,7 @@ def test_what_is_wasted_at_rest(name: str, lengths: list[int], seed: int, freed:
     cache = fill(name, lengths, Random(seed), freed)
     for sequence in range(len(lengths)):
         cache.rest(sequence)
+    cache.give_back()
     held, used = memory(cache)
     assert 0 <= held - used <= rounding(cache)
     if name == "smollm2" or used >= 3_300_000 * len(cache.pools):
@@ -209,6 +214,7 @@ def test_what_is_wasted_while_some_are_computed(lengths: list[int], seed: int, n
     computed = draw.sample(range(len(lengths)), min(n_computed, len(lengths)))
     for sequence in set(range(len(lengths))) - set(computed):
         cache.rest(sequence)
+    cache.give_back()
     cache.pools[0].trim()
     held, used = memory(cache)
     assert 0 <= held - used <= len(computed) * (PAGE - 1) * cache.token_bytes + rounding(cache)
@@ -236,14 +242,49 @@ def test_what_rested_is_as_it_was(type_k: str, type_v: str) -> None:
         facts, before = cache.save(0, length)
         cache.rest(0)
         cache.rest(0)
+        cache.give_back()
         again, after = cache.save(0, length)  # which leaves it at rest
         assert again == facts and all(map(np.array_equal, before, after))
+        cache.give_back()
         if length % PAGE:
             assert not cache.pools[0].page(0, cache.pools[0].end[0] - 1).any()
         cache.fork(0, 1, length)
         assert all(map(np.array_equal, before, cache.save(1, length)[1]))
         cache.grow(0, length + 1)
         assert all(map(np.array_equal, before, cache.save(0, length)[1]))
+
+
+@COUNTED
+def test_what_has_rested_is_given_back_after_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at once, so that who goes on finds it; and whatever asks for it gets it."""
+    now = 100.0
+    for module in (cache_module, pieces_module):
+        monkeypatch.setattr(module, "monotonic", lambda: now)
+    cache = PagedCache([Kept(0, 3, 64)] * 30, 4, 512, 8, 64, "q8_0", "q8_0")
+
+    def grow(sequence: int, length: int) -> None:
+        cache.grow(sequence, length)
+        cache.pools[0].data[cache.pools[0].held(sequence)] = 1
+
+    for sequence in range(3):
+        grow(sequence, 17)
+    whole, page = memory(cache)[0], cache.pools[0].step
+    cache.rest(0)
+    now = 103.0
+    cache.truncate(1, 0)
+    assert memory(cache)[0] == whole and len(cache.pools[0].shelf) == 0
+    now = 105.0
+    cache.rest(2)  # the first one has rested for five seconds
+    held = memory(cache)[0]
+    assert held < whole and len(cache.pools[0].shelf) == 1
+    now = 109.0
+    cache.grow(2, 18)
+    cache.give_back(now - 5)
+    cache.rest(2)
+    assert memory(cache)[0] <= held - 2 * page + mmap.PAGESIZE * 8
+    assert len(cache.pools[0].shelf) == 1
+    cache.give_back()
+    assert len(cache.pools[0].shelf) == 2 and cache.oldest == np.inf
 
 
 def test_forks_hold_one_copy() -> None:
