@@ -217,6 +217,16 @@ def test_flash_attention_is_chosen_for_each_test(tiny_model: Callable[..., Path]
     assert chosen == [("pp8", "on"), ("tg4", "off")]
 
 
+@pytest.mark.parametrize(("type_v", "tried"), [("f16", {"on", "off"}), ("q8_0", {"on"}), ("q4_0", {"on"})])
+def test_packed_values_leave_flash_attention_no_choice(
+    tiny_model: Callable[..., Path], fakes: list[str], type_v: str, tried: set[str]
+) -> None:
+    """llama.cpp cannot read them without."""
+    options = {"cache_type_k": type_v, "cache_type_v": type_v}
+    list(measure(tiny_model("llama"), [Test(8, 0)], 2, 1, against="llama", **options))
+    assert {line.split()[0] for line in fakes if line.startswith("llama")} == {f"llama{fa}" for fa in tried}
+
+
 def test_one_choice_of_flash_attention_needs_no_trial(tiny_model: Callable[..., Path], fakes: list[str]) -> None:
     results = list(measure(tiny_model("llama"), [Test(8, 0)], 2, 1, against="llama", flash_attn=["off"]))
     assert results[1].engine["flash_attn"] == "off"

@@ -480,6 +480,8 @@ def _check_choices(flash_attn: str, split_mode: str, type_k: str, type_v: str) -
     for name, value in (("cache_type_k", type_k), ("cache_type_v", type_v)):
         if value not in KV_TYPES:
             raise RequestError(name, f"is {value!r}; the llama backend has {', '.join(KV_TYPES)}")
+    if flash_attn == "off" and KV_BITS[type_v] < 16:
+        raise RequestError("cache_type_v", f"{type_v} needs flash attention, which is off")
 
 
 def _fingerprint(file: GGUFFile) -> str:

@@ -17,6 +17,7 @@ from edgert.benchmark.process import EngineProcess
 from edgert.benchmark.runner import Test
 
 PAUSE = 0.05  # seconds between the runs of two engines
+WITHOUT_FLASH = ("f32", "f16", "bf16")  # values that llama.cpp reads without flash attention
 TRIALS = 1  # runs that decide whether llama.cpp is faster with flash attention
 
 
@@ -145,7 +146,7 @@ def measure(
     """Runs the tests; with `against`, one run of each engine in turn, A B A B.
 
     against:     "llama": llama.cpp on the same file and threads
-    flash_attn:  what llama.cpp may use in a comparison; with several, the faster in a trial of each test
+    flash_attn:  what llama.cpp may use; with several, "on" for packed values, else the faster in a trial
     isas:        instruction sets of the cpu backend, each an engine of its own; none: the best
     on_run:      called with a text before each run
     progress:    called with (kernels compiled, kernels to compile) while that is done
@@ -174,6 +175,8 @@ def measure(
         if against == "llama":
             threads = engines[0].engine["n_threads"]
             types = {name: options[name] for name in ("cache_type_k", "cache_type_v") if options.get(name)}
+            if len(flash_attn) > 1 and types.get("cache_type_v", "f16") not in WITHOUT_FLASH:
+                flash_attn = ["on"]
             engines += [EngineProcess(path, "llama", n_ctx, threads, flash_attn=fa, **types) for fa in flash_attn]
         for engine in engines[len(own) :]:
             on_run(f"loading {path.name}")

@@ -228,6 +228,8 @@ def test_options_have_known_values(tiny_model: Callable[..., Path]) -> None:
         LlamaBackend(path, flash_attn="maybe")
     with pytest.raises(RequestError, match="cache_type_k: is 'q3'"):
         LlamaBackend(path, type_k="q3")
+    with pytest.raises(RequestError, match="cache_type_v: q8_0 needs flash attention, which is off"):
+        LlamaBackend(path, flash_attn="off", type_v="q8_0")
 
 
 @needs_llama
