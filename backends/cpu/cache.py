@@ -5,12 +5,12 @@ see all positions have pages in common, and so have those of one window, which a
 passed them.
 
 Memory that the system holds for the cache is what positions take, but for this waste: a sequence that steps compute has
-its last page whole, since kernels read the keys of a page side by side, and so the large page of the system that this
-is in, since small ones are slower to read. Once it has rested for some seconds what the page holds is packed
-(`shelf.py`), and the page's memory, like that of pages without a sequence, goes back to the system; not sooner, since
-fresh memory is slow to get and the next turn of the same reply may come, or another one. So at most PAGE - 1 positions
-of each sequence that is being computed are wasted, however many rest and whatever their lengths are, and parts of pages
-of the system, which do not end with positions: of small ones, and of large ones while something is computed.
+its last page whole, since kernels read the keys of a page side by side. Once it has rested for some seconds what the
+page holds is packed (`shelf.py`), and the page's memory, like that of pages without a sequence, goes back to the
+system; not sooner, since fresh memory is slow to get and the next turn of the same reply may come, or another one. So
+at most PAGE - 1 positions of each sequence that is being computed are wasted, however many rest and whatever their
+lengths are, and parts of the system's pages, which do not end with positions. Large ones, which are faster to read, are
+asked for where pages in use fill them; for these to be most of them, pages move to where others have left holes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from edgert.quantize.architecture import Architecture
 
 DEFAULT_CACHE_TYPE = "q8_0"
 SPARE = 50  # the part of a page of all layers that may be left empty, so that it begins at a page of the system
+MOVED = 32 << 20  # bytes of pages that are moved at a time, while replies wait
 REACH = 64  # positions of a convolution's inputs that a sequence keeps, as a window: more than any draft has
 
 
@@ -204,9 +205,9 @@ class Pool:
         return held and bool(self._references[self.table[sequence, entry]] == 1)
 
     def lay_down(self, sequence: int, entry: int, parts: Sequence[NDArray[np.uint8]]) -> None:
-        """Packs what an entry's own page holds, and gives that back."""
+        """Packs what an entry's own page holds, and empties it."""
         self.shelf.put((sequence, entry), parts)
-        self._pieces.empty([int(self.table[sequence, entry])], at_once=True)
+        self._pieces.empty([int(self.table[sequence, entry])], rested=True)
 
     def pick_up(self, sequence: int, entry: int, parts: Sequence[NDArray[np.uint8]]) -> None:
         """Puts back into an entry's page what it held."""
@@ -220,12 +221,28 @@ class Pool:
 
     def give_back(self, until: float) -> None:
         """Gives back what has not been in use since a time of `monotonic`."""
-        self._pieces.give_back(until)
+        rested = self._pieces.rested(until)
+        if len(rested) and self._pieces.large:
+            self._close_ranks(rested)
+        self._pieces.give_back(rested)
         self.shelf.give_back(until)
 
-    def trim(self) -> None:
-        """Gives back memory that the system holds beside pages in use."""
-        self._pieces.trim()
+    def _close_ranks(self, rested: NDArray[np.int32]) -> None:
+        """Moves the last pages in use to where some have rested, so that large pages of the system stay whole."""
+        used = np.flatnonzero(self._pieces.used)[::-1]
+        n = min(len(used), len(rested), 1 + MOVED // self.step)
+        n = int((rested[:n] < used[:n]).sum())
+        if not n:
+            return
+        holes, used = rested[:n], used[:n]
+        for hole, page in zip(holes.tolist(), used.tolist(), strict=True):
+            self._pieces.move(page, hole)
+        places = np.arange(self.size, dtype=np.int32)
+        places[holes], places[used] = used, holes
+        self._references = self._references[places]
+        for sequence, (first, end) in enumerate(zip(self.first, self.end, strict=True)):
+            self.table[sequence, first:end] = places[self.table[sequence, first:end]]
+        self._free = np.flatnonzero(self._references == 0).tolist()  # ascending, as a heap may be
 
     def _own_last(self, sequence: int, length: int) -> None:
         if length % PAGE:
@@ -383,10 +400,6 @@ class PagedCache:
             self._pack(sequence)
         for pool in self.pools.values():
             pool.give_back(until)
-        # Unless something is computed, what large pages hold besides goes as well: small ones are slow.
-        if all(sequence in self._packed or not length for sequence, length in enumerate(self.lengths)):
-            for pool in self.pools.values():
-                pool.trim()
 
     def _tidy(self) -> None:
         """Gives back what has rested for long."""

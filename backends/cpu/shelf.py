@@ -69,9 +69,9 @@ class Shelf:
         return min((pieces.oldest for pieces in self._pieces.values()), default=np.inf)
 
     def give_back(self, until: float) -> None:
-        """As `Pieces.give_back`."""
+        """Gives back what has not been in use since a time of `monotonic`."""
         for pieces in self._pieces.values():
-            pieces.give_back(until)
+            pieces.give_back(pieces.rested(until))
 
     def ranges(self) -> list[NDArray[np.uint8]]:
         """The memory that rows are in."""

@@ -15,6 +15,7 @@ from edgert.backends.cpu import cache as cache_module
 from edgert.backends.cpu import pieces as pieces_module
 from edgert.backends.cpu.cache import Kept, PagedCache
 from edgert.backends.cpu.layouts import PAGE
+from edgert.backends.cpu.memory import LARGE_PAGE
 from edgert.errors import DoesNotFitError
 
 N_SEQ, N_CTX, N_BATCH, WINDOW = 4, 400, 48, 40
@@ -70,11 +71,20 @@ def check(cache: PagedCache, expected: list[list[int]]) -> None:
         assert len(used) + len(pool._free) == pool.size
 
 
+@pytest.mark.parametrize("large_page", [LARGE_PAGE, 2 * mmap.PAGESIZE])
 @pytest.mark.parametrize("type_k", ["f16", "q4_0"])
 @given(STEPS)
 @settings(max_examples=150)
-def test_any_history(type_k: str, steps: list[tuple[str, int, int, int]]) -> None:
-    cache = make(type_k)
+def test_any_history(type_k: str, large_page: int, steps: list[tuple[str, int, int, int]]) -> None:
+    """Also where pages move, as those in large pages of the system do."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pieces_module, "LARGE_PAGE", large_page)
+        cache = make(type_k)
+        assert cache.pools[0]._pieces.large == (large_page < LARGE_PAGE and pieces_module.GIVES_BACK)
+        go_through(cache, steps)
+
+
+def go_through(cache: PagedCache, steps: list[tuple[str, int, int, int]]) -> None:
     expected: list[list[int]] = [[] for _ in range(N_SEQ)]
     for stamp, (what, one, other, number) in enumerate(steps):
         present = len(expected[one])
@@ -207,15 +217,13 @@ def test_what_is_wasted_at_rest(name: str, lengths: list[int], seed: int, freed:
 @ONCE
 def test_what_is_wasted_while_some_are_computed(lengths: list[int], seed: int, n_computed: int, freed: int) -> None:
     """Each sequence that steps compute has its last page whole, because kernels read keys of PAGE positions side by
-    side: PAGE - 1 positions at most, so that 4 % are kept from 420 positions for each of these on. What is computed
-    keeps large pages of the system besides, whose other parts are taken from it here."""
+    side: PAGE - 1 positions at most, so that 4 % are kept from 420 positions for each of these on."""
     draw = Random(seed)
     cache = fill("smollm2", lengths, draw, freed)
     computed = draw.sample(range(len(lengths)), min(n_computed, len(lengths)))
     for sequence in set(range(len(lengths))) - set(computed):
         cache.rest(sequence)
     cache.give_back()
-    cache.pools[0].trim()
     held, used = memory(cache)
     assert 0 <= held - used <= len(computed) * (PAGE - 1) * cache.token_bytes + rounding(cache)
     if sum(lengths) >= 420 * len(computed):
@@ -285,6 +293,33 @@ def test_what_has_rested_is_given_back_after_some_seconds(monkeypatch: pytest.Mo
     assert len(cache.pools[0].shelf) == 1
     cache.give_back()
     assert len(cache.pools[0].shelf) == 2 and cache.oldest == np.inf
+
+
+@COUNTED
+def test_pages_move_to_where_others_have_left_holes() -> None:
+    """So that large pages of the system are full, whoever comes and goes, while what stays is computed."""
+    cache = PagedCache([Kept(0, 3, 64)] * 30, 4, 4096, 256, 64, "q8_0", "q8_0")
+    pool, draw = cache.pools[0], np.random.default_rng(0)
+    for length in range(40, 1000, 40):
+        for sequence in range(4):
+            cache.grow(sequence, length + sequence)
+            pages = pool.held(sequence)[-4:]
+            pool.data[pages] = draw.integers(0, 256, (len(pages), pool.stride), np.uint8)
+    cache.truncate(2, 0)
+    cache.truncate(3, 0)
+    cache.fork(0, 2, 500)
+    expected = [cache.save(sequence, cache.lengths[sequence])[1] for sequence in range(3)]
+    assert sorted({*pool.held(0), *pool.held(1), *pool.held(2)}) != list(range(pool.used))
+    cache.give_back()
+    assert sorted({*pool.held(0), *pool.held(1), *pool.held(2)}) == list(range(pool.used))
+    assert pool._pieces._large.sum() == pool.used * pool.step // LARGE_PAGE
+    assert bytes_held(pool.data) <= pool.used * pool.step
+    for sequence in range(3):
+        after = cache.save(sequence, cache.lengths[sequence])[1]
+        assert all(map(np.array_equal, expected[sequence], after))
+    for sequence in range(3):
+        cache.truncate(sequence, 0)
+    assert pool.used == 0 and sorted(pool._free) == list(range(pool.size))
 
 
 def test_forks_hold_one_copy() -> None:

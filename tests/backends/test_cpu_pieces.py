@@ -43,7 +43,7 @@ def test_pieces_hold_what_is_in_use(size: int, steps: list[tuple[bool, list[int]
             expected[some] = 0
         if not gives:
             continue
-        pieces.give_back()
+        pieces.give_back(pieces.rested(np.inf))
         first = pieces.data.ctypes.data
         pages = held(first, first + 15 * pieces.step + size)
         needed = np.zeros_like(pages)
@@ -52,7 +52,7 @@ def test_pieces_hold_what_is_in_use(size: int, steps: list[tuple[bool, list[int]
         np.testing.assert_array_equal(pages, needed)
         used = np.flatnonzero(expected)
         assert (pieces.data[used] == expected[used, None]).all()
-    pieces.give_back()
+    pieces.give_back(pieces.rested(np.inf))
     assert (pieces.data == expected[:, None]).all()
 
 
@@ -68,56 +68,67 @@ def test_pieces_where_the_system_takes_nothing_back(
     pieces.use([0, 1, 2])
     pieces.data[:3] = 7
     pieces.empty([1])
-    pieces.give_back()
+    pieces.give_back(pieces.rested(np.inf))
     assert (pieces.data[[0, 2]] == 7).all() and not pieces.data[[1, 3]].any()
 
 
 @COUNTED
-def test_large_pages_are_not_kept_for_a_part_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not in use of them is trimmed, and once all of one is in use it is asked for again."""
-    advice: list[tuple[int, str]] = []
+def test_large_pages_are_asked_for_where_all_of_one_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there already in small pages is made a large one; and none is kept for a part of it."""
+    advice: list[tuple[int, int]] = []
 
-    def advise(self: Pieces, begin: int, n_bytes: int, what: str) -> bool:
-        if what != "DONTNEED":
+    def advise(self: Pieces, begin: int, n_bytes: int, what: int) -> bool:
+        if what != mmap.MADV_DONTNEED:
             assert n_bytes == LARGE_PAGE
             advice.append((begin // LARGE_PAGE, what))
         return True
 
-    def told() -> list[tuple[int, str]]:
+    def told() -> list[tuple[int, int]]:
         found = advice.copy()
         advice.clear()
         return found
 
+    large, small, collapse = mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE, module.COLLAPSE
     monkeypatch.setattr(Pieces, "_advise", advise)
     pieces = Pieces(40, LARGE_PAGE // 10 + 1, large=True)  # the tenth crosses a boundary
-    assert told() == [(page, "HUGEPAGE") for page in range(4)]
-    pieces.use(list(range(25)))
+    pieces.use(list(range(9)))
     assert told() == []
-    pieces.trim()
-    assert told() == [(2, "NOHUGEPAGE")]
-    pieces.use([25])
-    pieces.use(list(range(26, 30)))
-    assert told() == [(2, "HUGEPAGE")]
-    pieces.empty([3, 4])
-    pieces.trim()
-    assert told() == [(3, "NOHUGEPAGE")]  # of which the thirtieth has a little
-    pieces.give_back()
+    pieces.use([9])
+    assert told() == [(0, large), (0, collapse)]
+    pieces.use(list(range(10, 35)))
+    assert told() == [(1, large), (2, large), (1, collapse)]
+    pieces.empty([12, 13])
     assert told() == []
-    pieces.trim()
-    assert told() == [(0, "NOHUGEPAGE")]
+    pieces.use([12])
+    pieces.empty([14])
+    pieces.give_back(pieces.rested(np.inf))
+    assert told() == [(1, small)]
+    pieces.use([13])
+    assert told() == []
+    pieces.use([14])
+    assert told() == [(1, large), (1, collapse)]
+    pieces.empty(list(range(10)))
+    pieces.give_back(pieces.rested(np.inf))
+    assert told() == [(0, small), (1, small)]
+    pieces.use(list(range(10)))
+    assert told() == [(0, large), (1, large), (1, collapse)]  # the first is all fresh
 
 
 @COUNTED
-def test_what_is_trimmed_stays_as_it_was() -> None:
-    """And of a large page only what is in use is held from then on."""
+def test_of_a_large_page_what_is_in_use_is_kept() -> None:
+    """As it was, and no more is held than that."""
     pieces = Pieces(40, LARGE_PAGE // 16, large=True)
-    pieces.use([0, 1, 5, 20])
-    for piece in (0, 1, 5, 20):
+    pieces.use(list(range(20)))
+    for piece in range(20):
         pieces.data[piece] = piece + 1
-    pieces.trim()
-    assert bytes_held(pieces.data) == 4 * LARGE_PAGE // 16
-    assert all((pieces.data[piece] == piece + 1).all() for piece in (0, 1, 5, 20))
-    assert not pieces.data[[2, 3, 4, 6, 19, 21, 39]].any()
+    pieces.empty([2, 3, 4, 6, 19])
+    pieces.give_back(pieces.rested(np.inf))
+    assert bytes_held(pieces.data) == 15 * LARGE_PAGE // 16
+    pieces.move(18, 4)
+    assert bytes_held(pieces.data) == 15 * LARGE_PAGE // 16
+    assert (pieces.data[4] == 19).all()
+    assert all((pieces.data[piece] == piece + 1).all() for piece in (0, 1, 5, *range(7, 18)))
+    assert not pieces.data[[2, 3, 6, 18, 19, 20, 39]].any()
 
 
 @COUNTED
@@ -132,24 +143,9 @@ def test_what_was_emptied_of_late_is_held() -> None:
     pieces.use([0])
     assert not pieces.data[0].any() and bytes_held(pieces.data) == 3 * 8192
     pieces.empty([0])
-    pieces.give_back(first)  # since when none has been out of use
+    pieces.give_back(pieces.rested(first))  # since when none has been out of use
     assert bytes_held(pieces.data) == 3 * 8192
-    pieces.give_back(pieces.oldest)
+    pieces.give_back(pieces.rested(pieces.oldest))
     assert bytes_held(pieces.data) == 2 * 8192
-    pieces.give_back()
+    pieces.give_back(pieces.rested(np.inf))
     assert bytes_held(pieces.data) == 8192 and pieces.oldest == np.inf
-
-
-@COUNTED
-def test_large_pages_go_whole_once_all_in_them_has_rested() -> None:
-    pieces = Pieces(32, LARGE_PAGE // 16, large=True)
-    pieces.use(list(range(32)))
-    pieces.data[:] = 1
-    pieces.empty(list(range(8)))
-    first = pieces.oldest
-    pieces.empty(list(range(8, 16)))
-    pieces.give_back(first)
-    pieces.trim()
-    assert bytes_held(pieces.data) == 2 * LARGE_PAGE
-    pieces.give_back()
-    assert bytes_held(pieces.data) == LARGE_PAGE
