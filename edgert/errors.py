@@ -26,14 +26,17 @@ class DoesNotFitError(EdgertError):
 
 
 class ContextFullError(EdgertError):
-    """A prompt is longer than the context; carries both counts."""
+    """A prompt is longer than the context; carries both counts.
 
-    def __init__(self, n_tokens: int, n_ctx: int) -> None:
-        self.n_tokens = n_tokens
-        self.n_ctx = n_ctx
+    whole:  whether the prompt's is exact; else it has at least so many, and was counted no further
+    """
+
+    def __init__(self, n_tokens: int, n_ctx: int, whole: bool = True) -> None:
+        self.n_tokens, self.n_ctx, self.whole = n_tokens, n_ctx, whole
+        count = f"{n_tokens}" if whole else f"at least {n_tokens}"
         super().__init__(
             # in words by which clients (litellm) know this error
-            f"The prompt has {n_tokens} tokens, which exceeds the available context size of {n_ctx}: "
+            f"The prompt has {count} tokens, which exceeds the available context size of {n_ctx}: "
             "shorten the prompt or load the model with a larger -c/--ctx-size."
         )
 

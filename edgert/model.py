@@ -21,6 +21,7 @@ from edgert.options import Options, Params, SamplingParams, function, integer, n
 from edgert.reply import Progress, Reply, TokenLogprob
 from edgert.sampler import Sampler
 from edgert.stream import Stream
+from edgert.tokenizer.limit import at_most
 
 if TYPE_CHECKING:
     from edgert.backends.cpu.sampling import SampleKernel
@@ -154,7 +155,8 @@ class Model:
         extra = named("chat_template_kwargs", {} if chat_template_kwargs is None else chat_template_kwargs)
         if taken := {"self", "tokenizer", "messages", "tools"}.intersection(extra):
             raise RequestError("chat_template_kwargs", f"cannot set {min(taken)}")
-        ids = self.render(messages, tools=tools, **extra)
+        with at_most(self.n_ctx):
+            ids = self.render(messages, tools=tools, **extra)
         reply = self._start(ids, on_progress, params)
         return reply if stream else reply.reply()
 
@@ -190,7 +192,8 @@ class Model:
 
         Raises: RequestError naming the field; ContextFullError when the prompt is too long.
         """
-        ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        with at_most(self.n_ctx):
+            ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
         reply = self._start(ids, on_progress, params)
         return reply if stream else reply.reply()
 
@@ -286,7 +289,8 @@ class Model:
         Raises: RequestError for no token, or ids outside the vocabulary; ContextFullError.
         """
         self._check_writes()
-        ids = self._checked("prompt", self.tokenize(prompt) if isinstance(prompt, str) else prompt)
+        with at_most(self.n_ctx):
+            ids = self._checked("prompt", self.tokenize(prompt) if isinstance(prompt, str) else prompt)
         result = self._whole(Scoring(ids, self.backend.n_vocab))
         assert isinstance(result, np.ndarray)
         return result
@@ -298,7 +302,8 @@ class Model:
 
         Raises: RequestError for no token, or ids outside the vocabulary; ContextFullError.
         """
-        ids = self._checked("prompt", self.tokenize(prompt) if isinstance(prompt, str) else prompt)
+        with at_most(self.n_ctx):
+            ids = self._checked("prompt", self.tokenize(prompt) if isinstance(prompt, str) else prompt)
         result = self._whole(Weighing(ids, integer("top", top, 0, self.n_vocab), user))
         assert isinstance(result, list)
         return result
@@ -345,7 +350,8 @@ class Model:
         return np.stack(list(pooled)) if several else next(pooled)
 
     def _text_ids(self, text: str | Sequence[int]) -> NDArray[np.int32]:
-        ids = self._checked("input", self.tokenizer.encode_whole(text) if isinstance(text, str) else text)
+        with at_most(self.n_ctx):
+            ids = self._checked("input", self.tokenizer.encode_whole(text) if isinstance(text, str) else text)
         if not len(ids):
             raise RequestError("input", "is empty: give at least one token")
         return ids

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vocabularies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgert.errors import ModelFileError, UnsupportedFormatError
+from edgert.errors import ContextFullError, ModelFileError, UnsupportedFormatError
 from edgert.quantize.gguf_file import GGUFFile
-from edgert.tokenizer import Tokenizer
+from edgert.tokenizer import Tokenizer, limit, pretokenizer
 from edgert.tokenizer.merging import merge
 from edgert.tokenizer.pretokenizer import RULES, splitter
 
@@ -315,6 +316,44 @@ def test_every_rule_compiles_and_loses_nothing(name: str) -> None:
     rule = splitter(RULES[name])
     for text in TEXTS:
         assert "".join(word for word, _ in rule.pre_tokenize_str(text)) == text
+
+
+@pytest.mark.parametrize("name", sorted(name for name, rule in RULES.items() if not rule.raw))
+def test_words_of_parts_are_those_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, cut = RULES[name], splitter(RULES[name]).pre_tokenize_str
+    monkeypatch.setattr(pretokenizer, "PART", 8)
+    rng, parted = random.Random(name), 0
+    for text in [*TEXTS, *vocabularies.random_texts(300)]:
+        text = text + rng.choice([" ", "\n", "，", "", "'s "]).join(rng.choice(vocabularies.WORDS) for _ in range(20))
+        parts = list(pretokenizer.in_parts(text, rule))
+        assert "".join(parts) == text
+        assert [word for part in parts for word, _ in cut(part)] == [word for word, _ in cut(text)], ascii(text)
+        parted += len(parts) > 2
+    assert bool(parted) == (name not in ("exaone-moe", "superbpe"))  # whose words reach across spaces
+
+
+def test_words_of_a_long_text_leave_the_interpreter_to_others(smollm2: Tokenizer) -> None:
+    text = "many words follow here " * 100_000
+    assert max(map(len, pretokenizer.in_parts(text, RULES["smollm"]))) < 3 * pretokenizer.PART
+    assert len(smollm2.encode(text, add_special=False)) == 400_001
+
+
+@pytest.mark.parametrize("unit", ["word ", "x", "ACGT", "中", "🙂 "])
+def test_no_more_is_counted_than_shows_that_a_text_is_too_long(
+    real: Tokenizer, monkeypatch: pytest.MonkeyPatch, unit: str
+) -> None:
+    text = unit * 200_000
+    n = len(real.encode(text))
+    monkeypatch.setattr(limit, "PATIENCE", math.inf)
+    with limit.at_most(1000):
+        assert len(real.encode(text)) == n  # who asked checks it
+    monkeypatch.setattr(limit, "PATIENCE", 0)
+    with limit.at_most(n):
+        assert len(real.encode(text)) == n
+    with limit.at_most(1000), pytest.raises(ContextFullError, match="at least") as caught:
+        real.encode(text)
+    assert 1000 < caught.value.n_tokens < n and caught.value.n_ctx == 1000 and not caught.value.whole
+    assert len(real.encode(text)) == n
 
 
 def tokens_of(path: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from edgert.server.answers import GRAMMARS, compiled
 from edgert.server.parsing import Parser, Plain, Thoughts
 from edgert.server.tools import Toolbox
 from edgert.template.messages import checked
+from edgert.tokenizer.limit import at_most
 
 if TYPE_CHECKING:
     from edgert.model import Model
@@ -35,20 +37,23 @@ async def prepare(
     box: Toolbox | None,
     template_kwargs: Mapping[str, Any],
     continued: bool = False,
+    whole: bool = False,
 ) -> Chat:
     """Renders the messages and compiles the grammar, of the request's own or of its tools.
 
     continued:  the answer goes on from the last message's text
+    whole:      messages that are longer than the context are counted to their end
 
-    Raises: RequestError or ApiError naming the field.
+    Raises: RequestError or ApiError naming the field; ContextFullError.
     """
     if model.template is None:
         raise RequestError("messages", "the model's file has no chat template: use /v1/completions")
     style = tools.style_of(model.template)
     messages, text = (messages[:-1], messages[-1]["content"]) if continued else (messages, "")
-    ids = await asyncio.to_thread(partial(_render, model, messages, box, style, template_kwargs))
-    if text:
-        ids = [*ids, *await asyncio.to_thread(partial(model.tokenize, text, add_special=False))]
+    with nullcontext() if whole else at_most(model.n_ctx):
+        ids = await asyncio.to_thread(partial(_render, model, messages, box, style, template_kwargs))
+        if text:
+            ids = [*ids, *await asyncio.to_thread(partial(model.tokenize, text, add_special=False))]
     free = not any(params.get(name) is not None for name in GRAMMARS)
     if box and (free or box.choice != "auto") and (grammar := box.grammar(style)):
         if not free:

@@ -18,6 +18,7 @@ from edgert.server.errors import ApiError
 from edgert.server.openai import answer
 from edgert.server.requests import MAX_CHOICES, Prompt, prompts_of
 from edgert.server.sse import in_thread, until_left
+from edgert.tokenizer.limit import at_most
 
 MOST = 2048  # texts of one request
 
@@ -78,7 +79,8 @@ async def _embed(
     service: services.Service, model: Model, texts: list[str | list[int]], pooling: Pooling | None
 ) -> tuple[list[NDArray[Any]], int]:
     encode = model.tokenizer.encode_whole
-    ids = [await asyncio.to_thread(encode, text) if isinstance(text, str) else text for text in texts]
+    with at_most(model.n_ctx):
+        ids = [await asyncio.to_thread(encode, text) if isinstance(text, str) else text for text in texts]
     if pooling == "none":
         vectors = [await in_thread(model.embed, tokens, pooling) for tokens in ids]
     else:

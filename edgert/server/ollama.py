@@ -28,6 +28,7 @@ from edgert.server.parsing import Delta, Parser, Plain
 from edgert.server.registry import FOREVER, Place
 from edgert.server.sse import EventStream, line, until_left
 from edgert.server.tools import Toolbox
+from edgert.tokenizer.limit import at_most
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -141,7 +142,8 @@ async def generate(request: Request) -> ASGIApp:
             return _touched(service.registry.find(body.model), body, {"response": ""})
         parser: Callable[[], Parser] = Plain
         if body.raw or work.model.template is None:
-            ids = await asyncio.to_thread(work.model.tokenize, body.prompt)
+            with at_most(work.model.n_ctx):
+                ids = await asyncio.to_thread(work.model.tokenize, body.prompt)
             params = await compiled(work.model, body.params())
         else:
             system = [{"role": "system", "content": body.system}] if body.system else []

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from edgert.errors import EdgertError
+from edgert.errors import ContextFullError, EdgertError
 from edgert.reply import Progress
 from edgert.server import service as services
 from edgert.server.answers import Answers, Kept, answers_to, compiled, timings
@@ -23,6 +23,7 @@ from edgert.server.shapes import ChatShape, CompletionShape, Echo, Shape
 from edgert.server.sse import DONE, EventStream, event, in_thread, until_left
 from edgert.server.tools import Toolbox
 from edgert.server.upstream import first_of
+from edgert.tokenizer.limit import at_most
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -72,9 +73,10 @@ async def _chat(request: Request, body: ChatRequest) -> ASGIApp:
         body.model = choice.large
         async with AsyncExitStack() as stack:
             model = (await service.enter(stack, request, choice.small, user=body.user)).model
-            chat = await prepare(model, body.messages, body.params(), box, body.template_kwargs(), body.continued)
-            if not choice.too_long(len(chat.ids)) and await choice.is_sure(model, chat.ids, chat.params, user):
-                body.model = choice.small
+            with suppress(ContextFullError):  # which the large one's may be long enough for
+                chat = await prepare(model, body.messages, body.params(), box, body.template_kwargs(), body.continued)
+                if not choice.too_long(len(chat.ids)) and await choice.is_sure(model, chat.ids, chat.params, user):
+                    body.model = choice.small
     async with AsyncExitStack() as stack:
         model = (await enter(stack, request, body, body.choices)).model
         chat = await prepare(model, body.messages, body.params(), box, body.template_kwargs(), body.continued)
@@ -92,7 +94,8 @@ async def _complete(request: Request, body: CompletionRequest) -> ASGIApp:
         loaded = await enter(stack, request, body, n * len(prompts))
         model = loaded.model
         params = await compiled(model, body.params())
-        ids = [await asyncio.to_thread(model.tokenize, p) if isinstance(p, str) else p for p in prompts]
+        with at_most(model.n_ctx):
+            ids = [await asyncio.to_thread(model.tokenize, p) if isinstance(p, str) else p for p in prompts]
         user = services.owner(request, body.user)
         answers = answers_to(service, model, ids, n, params, user)
         stack.callback(answers.close)
@@ -175,7 +178,9 @@ async def input_tokens(request: Request) -> Response:
     box = Toolbox.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     async with AsyncExitStack() as stack:
         model = (await service.enter(stack, request, body.model, user=body.user, keep_alive=body.keep_alive)).model
-        chat = await prepare(model, body.messages, body.params(), box, body.template_kwargs(), body.continued)
+        chat = await prepare(
+            model, body.messages, body.params(), box, body.template_kwargs(), body.continued, whole=True
+        )
         return answer({"object": "response.input_tokens", "input_tokens": len(chat.ids)})
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from edgert.tokenizer import limit as limits
 from edgert.tokenizer.algorithm import Algorithm
 from edgert.tokenizer.bytepairs import ByteFallback, ByteLevel, SentencePiece
 from edgert.tokenizer.pretokenizer import Rule
@@ -27,6 +29,7 @@ from edgert.tokenizer.wordpiece import WordPiece
 
 if TYPE_CHECKING:
     from edgert.quantize.gguf_file import Model
+    from edgert.tokenizer.limit import Limit
 
 _ALGORITHMS: dict[str, type[Algorithm]] = {
     "gpt2": ByteLevel,
@@ -37,6 +40,7 @@ _ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 _CACHED_WORDS = 1 << 16
 _CACHED_LENGTH = 64  # characters; longer words are rare and not kept
+_AT_ONCE = 1 << 12  # words
 _BUILT: WeakKeyDictionary[Model[Any], Tokenizer] = WeakKeyDictionary()
 _MARKER = re.compile(r"<[|｜].*[|｜]>|</?(start|end)_of_\w+>|\[/?INST\]", re.DOTALL)
 
@@ -172,18 +176,28 @@ class Tokenizer:
 
     def _append(self, out: list[int], text: str, first: bool) -> None:
         """Encodes text that holds no special token."""
-        words, algorithm = self._words, self._algorithm
-        for word in algorithm.words(text, first):
-            ids = words.get(word)
-            if ids is None:
-                ids = tuple(algorithm.encode(word))
-                if len(word) <= _CACHED_LENGTH:
-                    if len(words) >= _CACHED_WORDS:
-                        words.clear()
-                    words[word] = ids
-            if algorithm.fuses_unknown and out and ids and out[-1] == ids[0] == self.unk_id:
-                ids = ids[1:]
-            out.extend(ids)
+        words, algorithm, limit = self._words, self._algorithm, limits.current()
+        coming = iter(algorithm.words(text, first))
+        while some := list(islice(coming, _AT_ONCE)):
+            if limit:
+                limit.check(len(out))
+            for word in some:
+                ids = words.get(word)
+                if ids is None:
+                    if len(word) > _CACHED_LENGTH:
+                        ids = tuple(self._encode_long(word, limit, len(out)))
+                    else:
+                        if len(words) >= _CACHED_WORDS:
+                            words.clear()
+                        ids = words[word] = tuple(algorithm.encode(word))
+                if algorithm.fuses_unknown and out and ids and out[-1] == ids[0] == self.unk_id:
+                    ids = ids[1:]
+                out.extend(ids)
+
+    def _encode_long(self, word: str, limit: Limit | None, n_before: int) -> Iterable[int]:
+        if limit is None:
+            return self._algorithm.encode(word)
+        return self._algorithm.encode(word, partial(limit.check, n_before + self._algorithm.fewest(word)))
 
     @cached_property
     def _specials(self) -> Specials:

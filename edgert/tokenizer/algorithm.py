@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from edgert.tokenizer.vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
 
 SPACE = "▁"
+
+
+def nothing() -> None:
+    """What is done where nothing is to be done."""
 
 
 class Algorithm(ABC):
@@ -33,8 +37,15 @@ class Algorithm(ABC):
         """
 
     @abstractmethod
-    def encode(self, word: str) -> Iterable[int]:
-        """The ids of one word."""
+    def encode(self, word: str, beat: Callable[[], object] = nothing) -> Iterable[int]:
+        """The ids of one word.
+
+        beat:  called now and then while a long word is encoded; what it raises ends that
+        """
+
+    def fewest(self, word: str) -> int:
+        """So many tokens a word has at least."""
+        return 0
 
     def piece(self, token: bytes, kind: int) -> bytes:
         """The bytes that a token stands for; `kind` is GGUF's type of it."""

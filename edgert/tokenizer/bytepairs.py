@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable
 from functools import cached_property
 
 import numpy as np
 
-from edgert.tokenizer.algorithm import SPACE, Algorithm, byte_value
+from edgert.tokenizer.algorithm import SPACE, Algorithm, byte_value, nothing
 from edgert.tokenizer.merging import merge
-from edgert.tokenizer.pretokenizer import Rule, splitter
+from edgert.tokenizer.pretokenizer import Rule, in_parts, splitter
 from edgert.tokenizer.vocabulary import BYTE, Vocabulary
 
 
@@ -27,19 +28,34 @@ class ByteLevel(Algorithm):
         return self.vocabulary.rule
 
     def words(self, text: str, first: bool) -> Iterable[str]:
-        return self._split(text)
+        for part in in_parts(text, self.rule):
+            for word, _ in self._split(part):
+                yield word
 
     @cached_property
-    def _split(self) -> Callable[[str], Iterable[str]]:
-        pre_tokenize = splitter(self.rule).pre_tokenize_str
-        return lambda text: [word for word, _ in pre_tokenize(text)]
+    def _split(self) -> Callable[[str], Iterable[tuple[str, tuple[int, int]]]]:
+        split: Callable[[str], Iterable[tuple[str, tuple[int, int]]]] = splitter(self.rule).pre_tokenize_str
+        return split
 
-    def encode(self, word: str) -> Iterable[int]:
+    def fewest(self, word: str) -> int:
+        return len(word.encode().translate(None, self._lost)) // self._longest
+
+    @cached_property
+    def _longest(self) -> int:
+        """Bytes of a text that a token stands for at most."""
+        return max(len(token.decode("utf-8", "replace")) for token in self.ids)
+
+    @cached_property
+    def _lost(self) -> bytes:
+        """Bytes that are no tokens."""
+        return bytes(b for b, symbol in enumerate(_BYTE_SYMBOLS) if symbol not in self.ids)
+
+    def encode(self, word: str, beat: Callable[[], object] = nothing) -> Iterable[int]:
         symbols = [_BYTE_SYMBOLS[b] for b in word.encode()]
         if self.rule.whole_words and (whole := self.ids.get(b"".join(symbols))) is not None:
             return [whole]
         out: list[int] = []
-        for symbol in merge(symbols, self.rank, b" "):
+        for symbol in merge(symbols, self.rank, b" ", beat):
             found = self.ids.get(symbol)
             if found is not None:
                 out.append(found)
@@ -76,9 +92,17 @@ class SentencePiece(Algorithm):
     def _split(self) -> Callable[[str], Iterable[str]]:
         return word_pattern(self.ids).findall
 
-    def encode(self, word: str) -> Iterable[int]:
+    def fewest(self, word: str) -> int:
+        return len(word.encode()) // self._longest
+
+    @cached_property
+    def _longest(self) -> int:
+        """Bytes of a word that a token stands for at most."""
+        return max(map(len, self.ids)) if len(self.byte_ids) == 256 else sys.maxsize
+
+    def encode(self, word: str, beat: Callable[[], object] = nothing) -> Iterable[int]:
         out: list[int] = []
-        for symbol in merge([character.encode() for character in word], self.rank, self.joiner):
+        for symbol in merge([character.encode() for character in word], self.rank, self.joiner, beat):
             found = self.ids.get(symbol)
             if found is not None:
                 out.append(found)
@@ -107,10 +131,10 @@ class ByteFallback(SentencePiece):
         assert self.vocabulary.rule is not None
         return re.compile(self.vocabulary.rule.patterns[0]).findall
 
-    def encode(self, word: str) -> Iterable[int]:
+    def encode(self, word: str, beat: Callable[[], object] = nothing) -> Iterable[int]:
         if not word.strip("\n") and (whole := self.ids.get(word.encode())) is not None:
             return [whole]  # a run of newlines that is a token
-        return super().encode(word)
+        return super().encode(word, beat)
 
 
 def _merge_ranks(v: Vocabulary) -> Callable[[bytes], int | None]:

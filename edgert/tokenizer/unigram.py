@@ -6,12 +6,12 @@ Source: sentencepiece, whose models these are.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
 import numpy as np
 
-from edgert.tokenizer.algorithm import SPACE, Algorithm
+from edgert.tokenizer.algorithm import SPACE, Algorithm, nothing
 from edgert.tokenizer.bytepairs import word_pattern
 from edgert.tokenizer.vocabulary import NORMAL, Vocabulary
 
@@ -35,7 +35,7 @@ class Unigram(Algorithm):
             text = re.sub(r"(?=[^ ])", " ", text, count=1)  # before the first word; spaces alone get none
         return self._word_pattern.findall(text.replace(" ", SPACE))
 
-    def encode(self, word: str) -> Iterable[int]:
+    def encode(self, word: str, beat: Callable[[], object] = nothing) -> Iterable[int]:
         tokens, lengths, unknown = self._table
         n, no_id = len(word), -1
         scores, starts, ids = [0.0] + [-np.inf] * n, [0] * (n + 1), [no_id] * (n + 1)

@@ -5,11 +5,11 @@ Source: Hugging Face `tokenizers`, whose normalizer and pre-tokenizer cut the wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
-from edgert.tokenizer.algorithm import SPACE, Algorithm
+from edgert.tokenizer.algorithm import SPACE, Algorithm, nothing
 from edgert.tokenizer.vocabulary import Vocabulary
 
 _LONGEST_WORD = 100  # characters; longer ones are unknown
@@ -36,7 +36,7 @@ class WordPiece(Algorithm):
         normalizer = normalizers.BertNormalizer(lowercase=v.lowercase, strip_accents=v.strip_accents)
         return normalizer.normalize_str, pre_tokenizers.BertPreTokenizer().pre_tokenize_str
 
-    def encode(self, word: str) -> Iterable[int]:
+    def encode(self, word: str, beat: Callable[[], object] = nothing) -> Iterable[int]:
         unknown = [] if self.vocabulary.unk_id is None else [self.vocabulary.unk_id]
         if len(word) > _LONGEST_WORD:
             return unknown

@@ -19,6 +19,7 @@ import edgert
 from edgert.server.registry import Spec
 from edgert.server.service import Settings
 from edgert.template import ChatTemplate
+from edgert.tokenizer import limit
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 
@@ -28,6 +29,30 @@ def tiny(tiny_model: Callable[..., Path]) -> Iterator[Server]:
     path = tiny_model("llama", n_ctx=512)
     with serving([Spec("tiny", path)], lambda source, **_: edgert.load(source, n_threads=1, n_parallel=4)) as server:
         yield server
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/completions", lambda text: {"prompt": text}),
+        ("/v1/chat/completions", lambda text: {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/embeddings", lambda text: {"input": text}),
+        ("/api/generate", lambda text: {"prompt": text, "raw": True}),
+        ("/api/chat", lambda text: {"messages": [{"role": "user", "content": text}]}),
+    ],
+)
+def test_megabytes_are_refused_without_being_read_to_their_end(
+    tiny: Server, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
+) -> None:
+    text = "many words " * 100_000
+    monkeypatch.setattr(limit, "PATIENCE", 0)
+    status, answer = tiny.post(path, body(text))
+    assert status == 400
+    message = answer["error"] if path.startswith("/api") else answer["error"]["message"]
+    count = int(message.split("has at least ")[1].split()[0])
+    assert 512 < count < 100_000 and "exceeds the available context size of 512" in message
+    counted = tiny.ok("/v1/chat/completions/input_tokens", messages=[{"role": "user", "content": text}])
+    assert counted["input_tokens"] > 200_000
 
 
 def test_twenty_greedy_repeats_with_a_seed_are_one_answer(tiny: Server) -> None:

@@ -171,6 +171,21 @@ def test_the_small_model_answers_what_it_is_sure_of() -> None:
         assert listed["auto"]["meta"] == {"small": "small", "large": "large"}
 
 
+def test_what_is_too_long_for_the_small_model_is_the_large_ones() -> None:
+    def load(source: Any, **_: Any) -> Any:
+        model = fake_model(says(f"I am {source}"), n_ctx={"small": 64, "large": 1024}[source])
+        model.template = line_template("\n")
+        return model
+
+    choices = {"auto": Choice("auto", "small", "large")}
+    with serving([Spec("small", "small"), Spec("large", "large")], load, choices=choices) as server:
+        for n, name in ((10, "small"), (100, "large")):
+            reply = server.ok(CHAT, model="auto", messages=[{"role": "user", "content": "x" * n}])
+            assert reply["model"] == name
+        error = server.fails(CHAT, model="auto", messages=[{"role": "user", "content": "x" * 2000}])
+        assert (error["code"], error["n_ctx"]) == ("context_length_exceeded", 1024)
+
+
 def test_a_choice_among_nothing() -> None:
     with pytest.raises(EdgertError, match="b is none"):
         running.service_of([Spec("a", "a")], lambda *_: None, choices={"x": Choice("x", "a", "b")})  # type: ignore[arg-type, return-value]
