@@ -166,6 +166,7 @@ class Verdict:
 
 
 FILLING = 512  # tokens of a step that only fills a sequence
+REPEATED = 64  # tokens that are read where what is cached can be repeated
 
 
 class Backend(ABC):

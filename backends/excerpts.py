@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +27,8 @@ from typing import Any
 
 from edgert import backends
 from edgert.backends import choice
-from edgert.backends.base import Backend, Batch
+from edgert.backends.base import Backend
+from edgert.backends.clock import Clock
 from edgert.devices import probe
 from edgert.devices.notes import Notes
 from edgert.errors import BackendUnavailableError, EdgertError
@@ -43,10 +43,12 @@ STEP, FEW = 0.5, 64
 LONG = 48 << 20  # bytes of layers in the longer excerpt: more than caches near the cores hold
 MORE = 4  # layers that the longer one has more at least, so that they are told from noise
 FILL = 1.5  # seconds in which an excerpt is given cached tokens
-BUDGET = 0.2  # seconds for each measurement
 LEAST_ADDED = 0.05  # of a step: what cached tokens must add for their part to be told from noise
-BUSY = 1.5  # times the best step: what the usual one takes where other programs compute as well
-TIMEOUT = 12.0  # seconds; on an idle machine about five suffice
+PATIENCE = 6.0  # seconds, after which steps are timed once
+TIMEOUT = 12.0  # seconds; on an idle machine about four suffice
+TICK = 0.2  # seconds between two looks at the process
+
+OnWait = Callable[[float], object]
 
 Curve = tuple[float, ...]  # seconds, by depths
 
@@ -100,11 +102,18 @@ def _behind(depths: Sequence[int], curve: Sequence[float], depth: float) -> floa
 
 
 def steps(
-    file: GGUFFile, backend: str, options: Mapping[str, Any], n_threads: int | None = None, *, fresh: bool = False
+    file: GGUFFile,
+    backend: str,
+    options: Mapping[str, Any],
+    n_threads: int | None = None,
+    *,
+    fresh: bool = False,
+    on_wait: OnWait = lambda _: None,
 ) -> Steps:
     """What a backend takes for a file's steps, from the notes of an earlier measurement unless `fresh`.
 
     options:  of the backend, the device among them
+    on_wait:  called with how many seconds it has taken so far, now and then
 
     Raises: EdgertError where it cannot run the excerpts.
     """
@@ -115,7 +124,7 @@ def steps(
     notes = Notes("excerpts")
     found = None if fresh else _noted(notes.get(key))
     if found is None:
-        found = _asked(file.path, backend, options, n_threads)
+        found = _asked(file.path, backend, options, n_threads, on_wait)
         if not found.busy and found.layers[0]:
             notes.put(key, asdict(found))
     return found
@@ -131,7 +140,7 @@ def _noted(note: Any) -> Steps | None:
         return None
 
 
-def _asked(path: Path, backend: str, options: Mapping[str, Any], n_threads: int) -> Steps:
+def _asked(path: Path, backend: str, options: Mapping[str, Any], n_threads: int, on_wait: OnWait) -> Steps:
     """Measured by another process: llama.cpp cannot be kept from kernels that this one has used, and may crash."""
     with tempfile.TemporaryDirectory(prefix="edgert-") as folder:
         arguments: list[Any] = [str(path), backend, dict(options), n_threads, folder]
@@ -141,10 +150,7 @@ def _asked(path: Path, backend: str, options: Mapping[str, Any], n_threads: int)
         # Where the onnx backend keeps what it makes of a file.
         environment = dict(os.environ) | ({"EDGERT_CACHE": folder} if backend == "onnx" else {})
         try:
-            done = subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=False, env=environment)
-            said, words, status = done.stdout, done.stderr, done.returncode
-        except subprocess.TimeoutExpired as error:
-            said, words, status = error.stdout or b"", b"", None
+            said, words, status = _heard(command, environment, on_wait)
         except OSError as error:
             raise BackendUnavailableError(f"its excerpts were not run ({error})") from error
     found = None if status else _last(said)
@@ -153,6 +159,22 @@ def _asked(path: Path, backend: str, options: Mapping[str, Any], n_threads: int)
         last = words.decode(errors="replace").strip().splitlines()[-1:]
         raise BackendUnavailableError(late if status is None else "".join(last) or f"they ended with status {status}")
     return found
+
+
+def _heard(command: list[str], environment: dict[str, str], on_wait: OnWait) -> tuple[bytes, bytes, int | None]:
+    """What a process says on both channels within TIMEOUT, and its status, None where it had to be ended."""
+    began = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        try:
+            while (waited := time.monotonic() - began) < TIMEOUT:
+                on_wait(waited)
+                with suppress(subprocess.TimeoutExpired):
+                    said, words = process.communicate(timeout=min(TICK, TIMEOUT - waited))
+                    return said, words, process.returncode
+        finally:
+            process.kill()  # one that has ended does not mind
+        said, _ = process.communicate()
+        return said, b"", None
 
 
 def _last(said: bytes) -> Steps | None:
@@ -175,7 +197,7 @@ def _measured(path: str, backend: str, options: Mapping[str, Any], n_threads: in
         layer = sum(tensor.n_bytes for name, tensor in file.tensors.items() if name.startswith("blk.")) / n
     few = min(n, period * -(-2 // period))
     many = min(n, max(-(-(few + MORE) // period), round(LONG / layer / period)) * period)
-    clock = Clock()
+    clock = Clock(PATIENCE)
 
     def opened(n_layer: int) -> Backend:
         excerpt = Path(path)
@@ -189,16 +211,16 @@ def _measured(path: str, backend: str, options: Mapping[str, Any], n_threads: in
 
     with closing(opened(many)) as longer:
         start, wide = clock.seconds(longer, 0, 1), clock.seconds(longer, 0, FEW)
-        prompt = _filled(longer, CHUNK)[1] * n / many
-        depth, _ = _filled(longer, DEEP)
+        depth = _filled(longer, DEEP)
         added = clock.seconds(longer, depth, 1) - start
     ends = start * n / many, (start + added) * n / many
-    yield Steps((0, depth), (prompt,) * 2, (prompt * FEW / CHUNK,) * 2, ends, (0, many), clock.busy)
+    prompt = wide * n / many
+    yield Steps((0, depth), (prompt * CHUNK / FEW,) * 2, (prompt,) * 2, ends, (0, many), clock.busy)
     depths: list[int] = []
     curves: dict[int, list[float]] = {CHUNK: [], FEW: [], 1: []}
     with closing(opened(few)) as short:
         for most in (0, CHUNK, DEEP):
-            depths.append(_filled(short, most)[0])
+            depths.append(_filled(short, most))
             for n_tokens, curve in curves.items():
                 curve.append(clock.seconds(short, depths[-1], n_tokens))
     single = curves[1]
@@ -217,14 +239,14 @@ def _measured(path: str, backend: str, options: Mapping[str, Any], n_threads: in
     )
 
 
-def _filled(backend: Backend, most: int) -> tuple[int, float]:
-    """Gives a sequence so many cached tokens, or fewer if they take longer than FILL: how many, and the seconds."""
+def _filled(backend: Backend, most: int) -> int:
+    """Gives a sequence so many cached tokens, or fewer if they take longer than FILL: how many."""
     began, depth = time.perf_counter(), min(CHUNK, most)
     backend.fill(0, depth)
-    while (seconds := time.perf_counter() - began) * 3 < FILL and depth < most:  # the next take twice as long
+    while (time.perf_counter() - began) * 3 < FILL and depth < most:  # the next take twice as long
         depth *= 2
         backend.fill(0, depth)
-    return depth, seconds
+    return depth
 
 
 def _shares(depths: Sequence[int], curve: Sequence[float], depth: int) -> list[float]:
@@ -239,35 +261,6 @@ def _scaled(curve: Sequence[float], few: int, n: float, besides: float) -> Curve
     """Of n layers what `few` take, `besides` of it once."""
     start = curve[0] + (n - few) * max(0.0, curve[0] - besides) / few
     return tuple(start + n / few * max(0.0, seconds - curve[0]) for seconds in curve)
-
-
-class Clock:
-    """Times steps; `busy` when the usual one of a kind took far longer than the best."""
-
-    def __init__(self) -> None:
-        self.busy = False
-
-    def seconds(self, backend: Backend, depth: int, n: int) -> float:
-        """Of a step of n tokens behind `depth` cached ones: the median but for the first, which brings memory."""
-        size = min(n, backend.n_batch)
-        parts = [_batch(backend, size, start) for start in range(depth, depth + n, size)]
-        seconds: list[float] = []
-        while len(seconds) < 2 or (sum(seconds[1:]) < BUDGET and len(seconds) < 200):
-            began = time.perf_counter()
-            if n == 1:
-                backend.step(1, 0)  # the way that it is asked for
-            else:
-                for part in parts:
-                    backend.forward(part)
-            seconds.append(time.perf_counter() - began)
-            backend.truncate(0, depth)
-        middle = statistics.median(seconds[1:])
-        self.busy |= middle > BUSY * min(seconds[1:])
-        return middle
-
-
-def _batch(backend: Backend, n: int, start: int) -> Batch:
-    return Batch.of([(7 * i + start) % backend.n_vocab for i in range(n)], start)
 
 
 if __name__ == "__main__":

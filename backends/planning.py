@@ -60,8 +60,8 @@ class Request:
     """What shall be run: a context for each of n_parallel conversations, and a draft beside the model.
 
     made_draft:  the one that comes with the model: where none is named it guesses, on the cpu backend alone
-    excerpts:    run some of the model's layers on backends of which nothing is known
-    on_excerpt:  called with a text before that is done
+    excerpts:    run some of the model's layers on backends of which nothing is known, where the model fits
+    on_excerpt:  called with a text, and with the part of the time it takes at most, before that is done and while
     """
 
     file: GGUFFile
@@ -72,13 +72,13 @@ class Request:
     made_draft: GGUFFile | None = None
     excerpts: bool = False
     n_threads: int | None = None
-    on_excerpt: Callable[[str], object] = lambda _: None
+    on_excerpt: Callable[[str, float], object] = lambda _text, _share: None
 
 
-def places(request: Request, machine: Rates | None) -> list[Place]:
+def places(request: Request, machine: Callable[[], Rates] | None) -> list[Place]:
     """The cpu backend first, then every device that another could use.
 
-    machine:  the rates of this machine for the model's heads; None leaves predictions out
+    machine:  gives the rates of this machine for the model's heads, where the model fits; None leaves predictions out
     """
     a = describe(request.file)
     found = [_on_cpu(replace(request, draft=request.draft or request.made_draft), a, machine)]
@@ -99,7 +99,7 @@ def _memory(cost: Footprint, draft: int) -> dict[str, int]:
     return parts | {"total": sum(parts.values())}
 
 
-def _on_cpu(request: Request, a: Architecture, machine: Rates | None) -> Place:
+def _on_cpu(request: Request, a: Architecture, machine: Callable[[], Rates] | None) -> Place:
     file, n_ctx = request.file, request.n_ctx
 
     def cost(n: int, types: Types = request.types) -> Footprint:
@@ -112,11 +112,11 @@ def _on_cpu(request: Request, a: Architecture, machine: Rates | None) -> Place:
     available = probe.probe().memory_available + probe.process_memory()[0]  # which `program` counts as well
     smaller = {name: functools.partial(needed, types=(name, name)) for name in smaller_types(a, request.types)}
     place = _place("cpu", "cpu", memory, available, needed, a, n_ctx, smaller)
-    if machine is None:
+    if machine is None or not place.fits:
         return place
     table = 0 if a.tied_head else file.tensor("token_embd.weight").n_bytes
     one = footprint(file, a, n_ctx, types=request.types)
-    found = predict(a, one, n_ctx, _read_at_end(a, one, n_ctx), table, machine)
+    found = predict(a, one, n_ctx, _read_at_end(a, one, n_ctx), table, machine())
     rates = {"prefill": found.prefill, "decode": found.decode, "decode_at_end": found.decode_at_end}
     return _changed(place, **rates, basis=found.basis)
 
@@ -161,11 +161,13 @@ def _rates(request: Request, backend: str, options: Mapping[str, Any], on_cpu: b
             return {"prefill": trial["prefill"], "decode": trial["decode"], "basis": basis}
     if not request.excerpts:
         return {"basis": f"its rates are not known until it has run: edgert bench --backend {backend}"}
-    request.on_excerpt(
-        f"running a few layers on {backend} ({options['device']}), for {excerpts.TIMEOUT:.0f} seconds at most"
-    )
+    text = f"running a few layers on {backend} ({options['device']}), for {excerpts.TIMEOUT:.0f} seconds at most"
+
+    def on_wait(seconds: float) -> None:
+        request.on_excerpt(text, seconds / excerpts.TIMEOUT)
+
     try:
-        found = excerpts.steps(request.file, backend, options, request.n_threads)
+        found = excerpts.steps(request.file, backend, options, request.n_threads, on_wait=on_wait)
     except (EdgertError, OSError) as error:
         return {"basis": f"its rates are not known, for an excerpt does not run: {error}"}
     return {**found.rates(request.n_ctx), "basis": found.basis}
@@ -260,7 +262,7 @@ def _on_llama(request: Request, a: Architecture) -> list[Place]:
     available = probe.probe().memory_available + probe.process_memory()[0]
     place = _place("llama", "cpu", memory, available, needed, a, request.n_ctx, {})
     asked = replace(request, excerpts=request.excerpts and not obstacle)
-    rates = _rates(asked, "llama", _options("cpu", 0, request.types), on_cpu=True)
+    rates = _rates(asked, "llama", _options("cpu", 0, request.types), on_cpu=True) if place.fits else {}
     return [_changed(place, **rates, obstacle=obstacle, remedy=remedy or place.remedy)]
 
 
@@ -287,5 +289,6 @@ def _on_onnx(request: Request, a: Architecture) -> list[Place]:
         memory = _memory(cost(request.n_ctx), _draft_bytes(request, request.n_ctx))
         available = probe.probe().memory_available + probe.process_memory()[0]
         place = _place("onnx", device.name, memory, available, needed, a, request.n_ctx, {})
-        result.append(_changed(place, **_rates(request, "onnx", {"device": device.name})))
+        rates = _rates(request, "onnx", {"device": device.name}) if place.fits else {}
+        result.append(_changed(place, **rates))
     return result

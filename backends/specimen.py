@@ -12,6 +12,8 @@ from edgert.quantize.gguf_layout import TensorPlan
 from edgert.quantize.gguf_value import Value
 from edgert.quantize.gguf_writer import Writer
 
+DIFFERENT = 2  # layers of weights of their own
+
 # Format -> bytes of a block before its codes, and the standard deviation of a weight with a scale of 1.
 _BLOCKS = {"Q4_0": (2, 4.6), "Q8_0": (2, 73.9)}
 
@@ -29,7 +31,10 @@ def write(
     type: str = "Q4_0",
     seed: int = 0,
 ) -> Path:
-    """Writes a llama with heads of n_embd / n_head and tokens of single bytes; type: "Q4_0" or "Q8_0"."""
+    """Writes a llama with heads of n_embd / n_head and tokens of single bytes; type: "Q4_0" or "Q8_0".
+
+    From the third layer on matrices are those of earlier layers, for random numbers take longer than to write them.
+    """
     rng = np.random.default_rng(seed)
     matrix, vector = FORMATS[type], FORMATS["F32"]
     kv = n_embd // n_head * n_head_kv
@@ -61,8 +66,13 @@ def write(
         "tokenizer.ggml.eos_token_id": Value.u32(2),
     }
     with Writer(path, metadata, plan) as writer:
+        made: dict[str, NDArray[np.uint8]] = {}
         for name, shape, format in plan:
-            writer.write(name, _random(shape, format, rng, embedding=name.startswith("token_embd")))
+            _, number, rest = name.split(".", 2) if name.startswith("blk.") else ("", "0", name)
+            key = f"{int(number) % DIFFERENT}.{rest}"
+            if key not in made:
+                made[key] = _random(shape, format, rng, embedding=name.startswith("token_embd"))
+            writer.write(name, made[key])
     return path
 
 

@@ -23,7 +23,7 @@ from edgert.backends.cpu.rates import Rates
 from edgert.backends.selftest import Finding
 from edgert.cli.verbs import devices, doctor
 from edgert.devices import gpus, probe
-from edgert.errors import EdgertError
+from edgert.errors import DoesNotFitError, EdgertError
 
 MACHINE = Rates(2, "amx", 500e9, {2048: 300e9}, 250e9, 60e9, {16 << 20: 45e9, 256 << 20: 30e9})
 
@@ -109,6 +109,21 @@ def test_a_plan_that_fits_nowhere_fails_and_says_what_is_missing(
     assert not place["fits"] and place["missing"] > 0 and place["largest_context"] < 90_000
 
 
+def test_what_fits_nowhere_is_said_at_once(monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]) -> None:
+    """Nothing is measured for it: no rates are wanted, and adding up those of so many steps would take minutes."""
+
+    def measured(*_: Any, **__: Any) -> Any:
+        raise AssertionError("what does not fit has no rates")
+
+    monkeypatch.setattr(rates, "rates", measured)
+    monkeypatch.setattr(excerpts, "steps", measured)
+    path = str(tiny_model("llama"))
+    done = edgert("plan", "-m", path, "-c", "999999999")
+    assert isinstance(done.exception, DoesNotFitError)
+    assert "MiB are missing; at most -c" in str(done.exception) and "rates" not in done.output
+    assert "basis" not in done.output and "too big" in done.output
+
+
 # devices
 
 
@@ -119,7 +134,7 @@ def test_devices_tells_bandwidth_and_int8_rate(monkeypatch: pytest.MonkeyPatch) 
     text = devices.as_text(facts)
     assert "read at 30.0 GB/s" in text and "int8 products 250 G multiply-adds/s" in text
     monkeypatch.setattr(rates, "rates", lambda *_, **__: replace(MACHINE, busy=True))
-    assert "while other programs ran" in devices.as_text(devices.gather(True))
+    assert "both measured while other programs ran" in devices.as_text(devices.gather(True))
     quick = devices.gather(False)
     assert quick["cpu"]["int8_per_second"] is None and "int8" not in devices.as_text(quick)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.base import Backend, Batch, OnInput, OnSquares, Verdict
+from edgert.backends.base import REPEATED, Backend, Batch, OnInput, OnSquares, Verdict
 from edgert.backends.cpu import compiler
 from edgert.backends.cpu.cache import PagedCache, cache_type, kept_by_layers
 from edgert.backends.cpu.copies import Keeper
@@ -393,6 +393,13 @@ class CpuBackend(Backend):
     def truncate(self, sequence: int, length: int) -> None:
         self._check_reach(sequence, length)
         self._cache.truncate(sequence, length)
+
+    def fill(self, sequence: int, length: int) -> None:
+        """Copies the pages of what is cached, which costs next to nothing."""
+        super().fill(sequence, min(length, REPEATED))
+        if self._cache.lengths[sequence] < length <= self.n_ctx and self._cache.repeatable(sequence):
+            self._cache.repeat(sequence, length, self.n_batch)
+        super().fill(sequence, length)
 
     def rest(self, sequence: int) -> None:
         self._cache.rest(sequence)

@@ -526,6 +526,21 @@ class PagedCache:
             start = stop
         self.lengths[sequence] = length
 
+    def repeatable(self, sequence: int) -> bool:
+        """Whether a sequence is of whole pages, none of which has been given back."""
+        length = self.lengths[sequence]
+        return length > 0 and length % PAGE == 0 and not any(pool.first[sequence] for pool in self.pools.values())
+
+    def repeat(self, sequence: int, length: int, n_batch: int) -> None:
+        """Lets a repeatable sequence grow to `length` by copies of its pages, n_batch positions at a time."""
+        n = n_pages(self.lengths[sequence])
+        whole = {window: pool.data[pool.held(sequence)[pool.lead :]] for window, pool in self.pools.items()}
+        while (start := self.lengths[sequence]) < length:
+            self.grow(sequence, min(length, start + n_batch))
+            for window, pool in self.pools.items():
+                entries = np.arange(n_pages(start), n_pages(self.lengths[sequence]))
+                pool.data[pool.table[sequence, pool.lead + entries]] = whole[window][entries % n]
+
     def keys(self, layer: int, sequence: int) -> NDArray[np.float32]:
         """float32 (n_head_kv, positions, head_dim): packed keys of 4 bits of a sequence that does not rest."""
         kind, pool = CACHE_TYPES[self.type_k], self.pools[self._window_of[layer]]

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgert.backends.base import Backend, Batch
+from edgert.backends.clock import Clock
 from edgert.backends.cpu.footprint import Footprint, footprint
 from edgert.backends.cpu.isa import select
 from edgert.devices import probe
@@ -31,12 +29,16 @@ if TYPE_CHECKING:
 
 Heads = tuple[int, int, int]  # n_head, n_head_kv, head_dim
 Types = tuple[str | None, str | None]
+OnStep = Callable[[int, int], object]
 USUAL: Heads = (9, 3, 64)  # SmolLM2's, whose kernels are there for most
 # Bytes of weights: more than caches near the cores hold, and soon computed; up to more than most processors' caches.
 SIZES = (16 << 20, 64 << 20, 128 << 20, 256 << 20)
 Q4_0_BITS = 4.5  # of a weight
 CHUNK, DEPTHS = 512, (2048, 8192)  # tokens of a prefill step, and cached ones before it: of more, less is near
-BUSY = 1.5  # times the best step: what the usual one takes where other programs compute as well
+LEAST_LAYERS = 4  # one alone stays in the caches
+LARGE = 0.4  # seconds for single tokens of a larger model
+PROMPT = 0.5  # seconds for a kind of prefill step
+PATIENCE = 8.0  # seconds: some five suffice on an idle machine; after them each step is timed once
 NARROW = 32  # tokens of a step that multiplies int8 numbers on every processor
 
 
@@ -105,10 +107,12 @@ def rates(
     *,
     fresh: bool = False,
     progress: Any = None,
+    on_step: OnStep = lambda _done, _of: None,
 ) -> Rates:
     """This machine's rates for heads of a shape, from the notes of an earlier measurement unless `fresh`.
 
-    types:  of cached keys and values, which attention unpacks at rates of their own; None: the backend's choice
+    types:    of cached keys and values, which attention unpacks at rates of their own; None: the backend's choice
+    on_step:  called with how many measurements are done, and how many there are
 
     Measuring takes some seconds, and ten more where kernels are compiled first.
     """
@@ -117,7 +121,7 @@ def rates(
     notes, key = Notes("rates"), _key(n_threads, isa, heads, types)
     found = None if fresh else _noted(notes.get(key))
     if found is None:
-        found = _measured(n_threads, isa, heads, types, progress)
+        found = _measured(n_threads, isa, heads, types, progress, on_step)
         if not found.busy:
             notes.put(key, asdict(found))
     return found
@@ -139,37 +143,47 @@ def _noted(note: Any) -> Rates | None:
         return None
 
 
-def _measured(n_threads: int, isa: str, heads: Heads, types: Types, progress: Any) -> Rates:
+def _measured(n_threads: int, isa: str, heads: Heads, types: Types, progress: Any, on_step: OnStep) -> Rates:
     options = {"n_threads": n_threads, "cache_type_k": types[0], "cache_type_v": types[1], "progress": progress}
-    backend, weights, kv_per_token = _specimen(SIZES[0], heads, DEPTHS[-1] + 2 * CHUNK, options)
+    sizes = _sizes(heads)
+    done = itertools.count(1)
+
+    def tell() -> None:
+        on_step(next(done), 2 + len(DEPTHS) + len(sizes))
+
+    backend, weights, kv_per_token = _specimen(sizes[0], DEPTHS[-1] + 2 * CHUNK, options)
+    clock = Clock(PATIENCE, wanted="none")
     try:
-        work, clock = Work.of(backend.architecture), _Clock(backend)
-        (usual, shallow), (narrow, _) = clock.step(CHUNK, 0, 12), clock.step(NARROW, 0, 12)
-        single = clock.single(0)
-        attention, done = {}, 0
+        work = Work.of(backend.architecture)
+        tell()
+        usual = clock.seconds(backend, 0, CHUNK, PROMPT)
+        tell()
+        narrow = clock.seconds(backend, 0, NARROW)
+        single = clock.seconds(backend, 0, 1)
+        tell()
+        attention = {}
         for depth in DEPTHS:
-            for start in range(done, depth, CHUNK):
-                backend.forward(_batch(backend, CHUNK, start))
-            done = depth
-            _, deep = clock.step(CHUNK, depth, 5)
-            attention[depth] = work.attention(depth) * CHUNK / max(deep - shallow, 1e-9)
-        single_deep = clock.single(done)
+            backend.fill(0, depth)
+            deep = clock.seconds(backend, depth, CHUNK, PROMPT)
+            attention[depth] = work.attention(depth) * CHUNK / max(deep - usual, 1e-9)
+            tell()
+        kv_bytes = DEPTHS[-1] * kv_per_token
+        single_deep = clock.seconds(backend, DEPTHS[-1], 1)
     finally:
         backend.close()
-    read = {weights: weights / single}
-    for size in SIZES[1:]:
-        if size > probe.probe().memory_available // 4:
+    read, layer_bytes = {weights: weights / single}, weights // sizes[0]["n_layer"]
+    for size in sizes[1:]:
+        if size["n_layer"] * layer_bytes > probe.probe().memory_available // 4:
             break
-        backend, weights, _ = _specimen(size, heads, CHUNK, options)
+        backend, weights, _ = _specimen(size, CHUNK, options)
         try:
-            larger = _Clock(backend)
-            read[weights] = min(weights / larger.single(0), *read.values())  # less is read no slower
-            clock.busy |= larger.busy
+            read[weights] = weights / clock.seconds(backend, 0, 1, LARGE)
         finally:
             backend.close()
+        tell()
+    read = _falling(read)
     own = work.attention_of_prompt(CHUNK) / attention[DEPTHS[0]]
     shell = Rates(n_threads, isa, 1, attention, 1, 1, read)
-    kv_bytes = done * kv_per_token
     # What is left when the time to read the same bytes from the caches is taken off, but at least half of it.
     kv_seconds = max(single_deep - single, 1e-9)
     kv_seconds = max(kv_seconds - kv_bytes / shell.bandwidth(min(read) + kv_bytes), kv_seconds / 2)
@@ -185,14 +199,22 @@ def _measured(n_threads: int, isa: str, heads: Heads, types: Types, progress: An
     )
 
 
-def _specimen(size: int, heads: Heads, n_ctx: int, options: Mapping[str, Any]) -> tuple[CpuBackend, int, int]:
-    """A random model of about so many bytes, running: the bytes of its layers, and of a token's keys and values."""
+def _falling(read: Mapping[int, float]) -> dict[int, float]:
+    """Rates by size, where less is read no slower: what seems to be was disturbed, for nothing makes reading faster."""
+    found, best = {}, 0.0
+    for n_bytes in sorted(read, reverse=True):
+        best = found[n_bytes] = max(best, read[n_bytes])
+    return dict(sorted(found.items()))
+
+
+def _specimen(size: Mapping[str, Any], n_ctx: int, options: Mapping[str, Any]) -> tuple[CpuBackend, int, int]:
+    """A random model, running: the bytes of its layers, and of a token's keys and values."""
     from edgert.backends import specimen
     from edgert.backends.cpu.backend import CpuBackend
     from edgert.quantize.gguf_file import GGUFFile
 
     with tempfile.TemporaryDirectory(prefix="edgert-") as folder:
-        path = specimen.write(Path(folder) / "specimen.gguf", n_ctx=n_ctx, **_sizes(heads, size))
+        path = specimen.write(Path(folder) / "specimen.gguf", n_ctx=n_ctx, **size)
         with GGUFFile.open(path) as file:
             backend = CpuBackend(file, n_ctx=n_ctx, **options)
             a = backend.architecture
@@ -201,50 +223,15 @@ def _specimen(size: int, heads: Heads, n_ctx: int, options: Mapping[str, Any]) -
     return backend, weights, cost.kv_per_token
 
 
-def _batch(backend: Backend, n: int, start: int) -> Batch:
-    return Batch.of([(7 * i + start) % backend.n_vocab for i in range(n)], start, wanted="none")
-
-
-def _sizes(heads: Heads, size: int) -> dict[str, Any]:
-    """Of a model with such heads, and so many bytes."""
+def _sizes(heads: Heads) -> list[dict[str, Any]]:
+    """Of models with such heads and about as many bytes as SIZES says, each once: one layer may have as many."""
     n_head, n_head_kv, head_dim = heads
     n_embd = n_head * head_dim
     n_ff = -(-5 * n_embd // 64) * 32
     layer = n_embd * (2 * n_embd + 2 * n_head_kv * head_dim + 3 * n_ff)
-    return {
-        "n_embd": n_embd,
-        "n_ff": n_ff,
-        "n_head": n_head,
-        "n_head_kv": n_head_kv,
-        "n_layer": max(4, round(size / (layer * Q4_0_BITS / 8))),  # one alone stays in the caches
-    }
-
-
-class _Clock:
-    """Times steps; `busy` when some took far longer than the best of their kind."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self.busy = False
-
-    def step(self, n: int, depth: int, repetitions: int) -> tuple[float, float]:
-        """Seconds of a step of n tokens behind `depth` cached ones: the median, and the least."""
-        return self._timed(lambda: self._backend.forward(_batch(self._backend, n, depth)), depth, repetitions)
-
-    def single(self, depth: int) -> float:
-        """Of a single token's step, the median."""
-        return self._timed(lambda: self._backend.step(1, 0), depth, 60)[0]
-
-    def _timed(self, work: Callable[[], object], depth: int, repetitions: int) -> tuple[float, float]:
-        seconds = []
-        for _ in range(repetitions):
-            start = time.perf_counter()
-            work()
-            seconds.append(time.perf_counter() - start)
-            self._backend.truncate(0, depth)
-        middle, least = statistics.median(seconds), min(seconds)
-        self.busy |= middle > BUSY * least
-        return middle, least
+    shape = {"n_embd": n_embd, "n_ff": n_ff, "n_head": n_head, "n_head_kv": n_head_kv}
+    numbers = [max(LEAST_LAYERS, round(size / (layer * Q4_0_BITS / 8))) for size in SIZES]
+    return [shape | {"n_layer": n} for n in dict.fromkeys(numbers)]
 
 
 @dataclass(frozen=True)

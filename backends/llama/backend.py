@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.base import Backend, Batch, OnInput, Verdict, of_wanted
+from edgert.backends.base import REPEATED, Backend, Batch, OnInput, Verdict, of_wanted
 from edgert.backends.llama import devices
 from edgert.backends.llama.cells import Cells
 from edgert.backends.llama.door import validated
@@ -34,6 +34,7 @@ from edgert.errors import (
     RequestError,
     SessionError,
 )
+from edgert.quantize.architecture import describe
 
 if TYPE_CHECKING:
     from edgert.quantize.gguf_file import GGUFFile
@@ -109,6 +110,7 @@ class LlamaBackend(Backend):
         with validated(model) as file:
             path, names = fspath(file.path), list(file.tensors)
             fingerprint = _fingerprint(file)
+            self._moves = _moves(file)
             self.n_ctx = n_ctx or file.get(f"{file.architecture}.context_length", int)
             self.n_cached = n_cached or self.n_ctx * n_seq_max
             offload = Offload.plan(
@@ -382,6 +384,26 @@ class LlamaBackend(Backend):
         self._check_open()
         return max(0, self.n_cached - self._cells.used)
 
+    def fill(self, sequence: int, length: int) -> None:
+        """Repeats what is cached, moved to where it is wanted: llama.cpp rotates moved keys before the next step."""
+        if length > self.n_ctx or length - self._lengths[sequence] > self.free_positions():
+            raise DoesNotFitError(f"The cache of {self.n_cached} positions has no room for {length} positions.")
+        movable = self._moves and bool(self._llama.llama_memory_can_shift(self._memory))
+        super().fill(sequence, min(length, REPEATED) if movable else length)
+        done = self._lengths[sequence]
+        if length <= done:
+            return
+        part = self.n_seq_max
+        _, (data,) = self.save(sequence, done)
+        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        for start in range(done, length, done):
+            if self._llama.llama_state_seq_set_data(self._context, pointer, data.nbytes, part) != data.nbytes:
+                raise SessionError(f"llama.cpp does not take its own cache: {messages.reason}")
+            self._llama.llama_memory_seq_add(self._memory, part, 0, -1, start)
+            self._llama.llama_memory_seq_cp(self._memory, part, sequence, start, length)
+            self._llama.llama_memory_seq_rm(self._memory, part, -1, -1)
+        self._resize(sequence, length)
+
     def _resize(self, sequence: int, length: int) -> None:
         self._lengths[sequence] = length
         self._cells.resize(sequence, length)
@@ -482,6 +504,14 @@ def _check_choices(flash_attn: str, split_mode: str, type_k: str, type_v: str) -
             raise RequestError(name, f"is {value!r}; the llama backend has {', '.join(KV_TYPES)}")
     if flash_attn == "off" and KV_BITS[type_v] < 16:
         raise RequestError("cache_type_v", f"{type_v} needs flash attention, which is off")
+
+
+def _moves(file: GGUFFile) -> bool:
+    """Whether llama.cpp can move what it has cached of a model: of layers with a window it saves the window alone."""
+    try:
+        return not any(layer.window for layer in describe(file).layers)
+    except EdgertError:  # a family that llama.cpp alone knows
+        return False
 
 
 def _fingerprint(file: GGUFFile) -> str:

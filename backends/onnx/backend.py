@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.base import Backend, Batch, OnInput, Verdict, of_wanted
+from edgert.backends.base import REPEATED, Backend, Batch, OnInput, Verdict, of_wanted
 from edgert.backends.onnx import providers
 from edgert.backends.onnx.embedding import Embedding
 from edgert.backends.onnx.footprint import N_BATCH, footprint
@@ -223,7 +223,7 @@ class OnnxBackend(Backend):
 
     def fill(self, sequence: int, length: int) -> None:
         """Repeats what is cached, which costs next to nothing."""
-        super().fill(sequence, min(length, self.n_batch))
+        super().fill(sequence, min(length, self.n_batch, REPEATED))
         done = self._lengths[sequence]
         if length > done:
             self._check_room(length, length - done)

@@ -338,3 +338,21 @@ def test_pages_of_others_are_wiped() -> None:
     cache.truncate(0, 0)
     cache.grow(1, 20)
     assert not cache.pools[0].data[cache.pools[0].held(1)].any()
+
+
+@pytest.mark.parametrize("type_k", ["f16", "q4_0"])
+def test_a_sequence_of_whole_pages_is_repeated(type_k: str) -> None:
+    """In windows too, which give back what they pass meanwhile; what is there already stays."""
+    cache = make(type_k)
+    cache.grow(0, 2 * PAGE)
+    first = write(cache, 0, 0, 2 * PAGE, 7)
+    assert cache.repeatable(0)
+    cache.repeat(0, 300, N_BATCH)
+    for window, pool in cache.pools.items():
+        pages = row(cache, window, 0)
+        held = [i for i in range(300) if pages[i // PAGE] >= 0]
+        assert held[-1] == 299 and (held[0] == 0) == (not window)
+        assert all(pool.data[pages[i // PAGE], i % PAGE] == first[i % len(first)] for i in held)
+    assert cache.lengths == [300, 0, 0, 0] and not cache.repeatable(0)
+    cache.grow(1, 20)
+    assert not cache.repeatable(1) and not cache.repeatable(2)

@@ -32,9 +32,10 @@ TOKENS = np.random.default_rng(3).integers(0, 384, 40).tolist()
 def make(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., LlamaBackend]]:
     opened = []
 
-    def load(family: str = "llama", **options: Any) -> LlamaBackend:
+    def load(family: str = "llama", n_layer: int = 0, **options: Any) -> LlamaBackend:
         options = {"n_ctx": 128, "n_threads": 1, **options}
-        opened.append(LlamaBackend(tiny_model(family, quant=Type.F32), **options))
+        shape = {"n_layer": n_layer} if n_layer else {}
+        opened.append(LlamaBackend(tiny_model(family, quant=Type.F32, **shape), **options))
         return opened[-1]
 
     yield load
@@ -386,3 +387,30 @@ def test_its_tokenizer_is_a_cross_check(make: Callable[..., LlamaBackend], tiny_
         tokenizer = Tokenizer.from_gguf(file)
     text = "Hello world, the user and the world"
     assert make().tokenize(text) == tokenizer.encode(text)
+
+
+@needs_llama
+@pytest.mark.parametrize(("family", "n_layer", "read"), [("llama", 1, 32), ("gemma3", 6, 100)])
+def test_a_filled_sequence_holds_what_was_read_over_and_over(
+    make: Callable[..., LlamaBackend], monkeypatch: pytest.MonkeyPatch, family: str, n_layer: int, read: int
+) -> None:
+    """As reading gives it in a model of one layer, whose keys and values depend on token and position alone.
+
+    Where layers have windows, of which llama.cpp saves no more, all is read.
+    """
+    monkeypatch.setattr("edgert.backends.llama.backend.REPEATED", 32)
+    backend = make(family, n_layer=n_layer, n_seq_max=2)
+    decoded: list[int] = []
+    real = backend._decode
+    monkeypatch.setattr(backend, "_decode", lambda n, *rest: (decoded.append(n), real(n, *rest))[1])
+    backend.fill(0, 100)
+    assert sum(decoded) == read and backend.length(0) == 100 and backend.free_positions() == 2 * 128 - 100
+    tokens = [7 * (i % read) % backend.n_vocab for i in range(100)]
+    backend.forward(Batch.of(tokens, 0, 1, wanted="none"))
+    for length in (100, 40):
+        backend.truncate(0, length)
+        backend.truncate(1, length)
+        filled, expected = run(backend, TOKENS[:9], length, 0), run(backend, TOKENS[:9], length, 1)
+        assert kl_divergence(expected, filled).max() < 1e-4
+    with pytest.raises(DoesNotFitError):
+        backend.fill(0, 300)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from gguf import GGMLQuantizationType as Type
 from edgert import backends
 from edgert.backends import choice, excerpts, planning, specimen
 from edgert.backends.base import Batch
+from edgert.backends.clock import Clock
 from edgert.backends.cpu import rates
 from edgert.backends.cpu.footprint import footprint
 from edgert.backends.cpu.rates import Rates, Work
@@ -167,7 +169,7 @@ def test_bandwidth_is_straight_between_what_was_measured() -> None:
 def test_rates_are_measured_once_for_heads_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
-    def measured(n_threads: int, isa: str, heads: Any, types: Any, progress: Any) -> Rates:
+    def measured(n_threads: int, isa: str, heads: Any, types: Any, progress: Any, on_step: Any) -> Rates:
         calls.append(heads)
         return replace(MACHINE, threads=n_threads, busy=heads == (1, 1, 64))
 
@@ -185,6 +187,55 @@ def test_rates_are_measured_once_for_heads_of_a_shape(monkeypatch: pytest.Monkey
     notes = Notes("rates")
     notes.path.write_text(json.dumps({key: {"threads": 1} for key in notes.all()}))
     assert rates.rates(1) == first and len(calls) == 6
+
+
+def test_what_seems_to_be_read_slower_than_more_was_disturbed() -> None:
+    assert rates._falling({1: 20.0, 2: 9.0, 3: 14.0, 4: 10.0}) == {1: 20.0, 2: 14.0, 3: 14.0, 4: 10.0}
+
+
+def test_random_models_of_several_sizes_are_measured_once_each() -> None:
+    """A layer of many heads has as many bytes as all of a small model."""
+    for heads in (rates.USUAL, (32, 4, 64), (64, 8, 128)):
+        numbers = [size["n_layer"] for size in rates._sizes(heads)]
+        assert sorted(set(numbers)) == numbers and numbers[0] >= rates.LEAST_LAYERS
+    assert len(rates._sizes(rates.USUAL)) == len(rates.SIZES) and len(numbers) == 1
+
+
+class Disturbed:
+    """An engine whose steps take these seconds by a clock of its own, over and over."""
+
+    n_vocab, n_batch = 300, 512
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds, self.n, self.now = seconds, 0, 0.0
+
+    def step(self, token: int, sequence: int) -> None:
+        self.now += self.seconds[self.n % len(self.seconds)]
+        self.n += 1
+
+    def truncate(self, sequence: int, length: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected", "busy", "patience"),
+    [
+        ((0.010, 0.011), 0.010, False, 9),
+        ((0.010, 0.010, 0.080), 0.010, False, 9),  # a third of them disturbed
+        ((0.001, 0.001, 0.008, 0.008, 0.008), 0.001, True, 9),
+        ((0.001,) * 10 + (0.008,) * 24 + (0.001,) * 400, 0.001, False, 9),  # what ran at first has ended
+        ((0.5, 0.1), 0.1, False, 0.05),  # late: one step counts
+    ],
+)
+def test_steps_are_timed_as_an_idle_machine_takes_them(
+    monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], expected: float, busy: bool, patience: float
+) -> None:
+    engine: Any = Disturbed(*seconds)
+    monkeypatch.setattr("edgert.backends.clock.time", SimpleNamespace(perf_counter=lambda: engine.now))
+    clock = Clock(patience)
+    assert clock.seconds(engine, 0, 1) == pytest.approx(expected)
+    assert clock.busy == busy
+    assert patience > 1 or engine.n == 2
 
 
 @pytest.mark.slow
@@ -300,6 +351,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
 
     clock = SimpleNamespace(perf_counter=lambda: sum(machine.now for machine in found))
     monkeypatch.setattr(excerpts, "time", clock)
+    monkeypatch.setattr("edgert.backends.clock.time", clock)
     monkeypatch.setattr(backends, "open_one", open_one)
     monkeypatch.setattr(excerpts, "LONG", 1)
     return found
@@ -335,15 +387,11 @@ def test_excerpts_add_up_to_the_whole_model(
 def test_what_is_known_when_time_is_up_counts(monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]) -> None:
     """Of another process, which ends, is silent, speaks of other things, or is broken off within a line."""
     rough = json.dumps({"depths": [0], "prompt": [1], "few": [0.5], "single": [0.1], "layers": [0, 6], "busy": False})
-    said: list[bytes | None] = [f"{rough}\n".encode(), f"{rough}\nAMX is not\n{rough[:30]}".encode()]
-    said += [None, b"", rough.encode()]
-
-    def late(command: Any, **_: Any) -> Any:
-        raise subprocess.TimeoutExpired(command, 1.0, said.pop(0))
-
-    monkeypatch.setattr(excerpts.subprocess, "run", late)
+    said: list[bytes] = [f"{rough}\n".encode(), f"{rough}\nAMX is not\n{rough[:30]}".encode()]
+    said += [b"", rough.encode()]
+    monkeypatch.setattr(excerpts, "_heard", lambda *_: (said.pop(0), b"", None))
     with GGUFFile.open(tiny_model("llama")) as file:
-        for left in (4, 3):
+        for left in (3, 2):
             found = excerpts.steps(file, "llama", {}, 1)
             assert (found.single, found.layers) == ((0.1,), (0, 6))
             assert found.rates(4096) == {"prefill": pytest.approx(128), "decode": 10, "decode_at_end": 10}
@@ -351,6 +399,18 @@ def test_what_is_known_when_time_is_up_counts(monkeypatch: pytest.MonkeyPatch, t
         while said:
             with pytest.raises(BackendUnavailableError, match="did not run within 12 seconds"):
                 excerpts.steps(file, "llama", {}, 1)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell's commands")
+def test_a_process_is_listened_to_until_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    said = excerpts._heard(["sh", "-c", "echo word; echo other >&2; exit 3"], dict(os.environ), waits.append)
+    assert said == (b"word\n", b"other\n", 3) and waits[0] < 1
+    monkeypatch.setattr(excerpts, "TIMEOUT", 1.0)
+    waits.clear()
+    began = time.monotonic()
+    assert excerpts._heard(["sh", "-c", "echo word; exec sleep 60"], {}, waits.append) == (b"word\n", b"", None)
+    assert time.monotonic() - began < 30 and len(waits) > 1 and waits == sorted(waits)
 
 
 def test_slow_prompts_are_read_in_steps_of_the_scheduler_s_length() -> None:

@@ -11,6 +11,7 @@ long context (-r 1).
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import subprocess
@@ -102,7 +103,8 @@ def predicted(file: Any, n_ctx: int, threads: int, backend: str) -> tuple[dict[s
     from edgert.quantize.architecture import describe
 
     a = describe(file)
-    machine = rates.rates(threads, (a.n_head, a.n_head_kv, a.head_dim), fresh=True) if backend == "cpu" else None
+    heads = a.n_head, a.n_head_kv, a.head_dim
+    machine = functools.partial(rates.rates, threads, heads, fresh=True) if backend == "cpu" else None
     found = planning.places(planning.Request(file, n_ctx, n_threads=threads), machine)
     place = next(one for one in found if (one.backend, one.device) == (backend, "cpu"))
     if machine is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from edgert.cli.flags import json_flag
-from edgert.cli.progress import ProgressLine, compiling
+from edgert.cli.progress import ProgressLine, bar, compiling
 from edgert.cli.verb import verb
 
 
@@ -22,20 +22,28 @@ from edgert.cli.verb import verb
 def command(measure: bool, as_json: bool) -> None:
     """Shows every processor of this machine and which backend can use it; if none can, why, and what helps."""
     with ProgressLine() as line:
+
+        def on_step(done: int, of: int) -> None:
+            line.show(f"{bar(done / of)} measuring this machine")
+
         if measure:
-            line.show("measuring this machine")
-        facts = gather(measure, compiling(line))
+            on_step(0, 1)
+        facts = gather(measure, compiling(line), on_step)
     click.echo(json.dumps(facts, ensure_ascii=False, indent=1) if as_json else as_text(facts))
 
 
-def gather(measure: bool, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+def gather(
+    measure: bool,
+    progress: Callable[[int, int], None] | None = None,
+    on_step: Callable[[int, int], object] = lambda _done, _of: None,
+) -> dict[str, Any]:
     """The facts, as JSON can hold them; bytes, bytes a second, and multiply-adds a second."""
     from edgert.backends import survey
     from edgert.backends.cpu import isa
     from edgert.backends.cpu.rates import rates
     from edgert.devices import gpus, probe
 
-    machine = rates(progress=progress) if measure else None
+    machine = rates(progress=progress, on_step=on_step) if measure else None
     cpu = probe.probe()
     found = gpus.gpus()
     facts: dict[str, Any] = {
@@ -68,8 +76,9 @@ def as_text(facts: dict[str, Any]) -> str:
         + (f", read at {cpu['read_bytes_per_second'] / 1e9:.1f} GB/s" if cpu["read_bytes_per_second"] else ""),
     ]
     if cpu["int8_per_second"]:
-        busy = ", while other programs ran" if cpu["busy"] else ""
-        lines.append(f"      int8 products {cpu['int8_per_second'] / 1e9:,.0f} G multiply-adds/s{busy}")
+        lines.append(f"      int8 products {cpu['int8_per_second'] / 1e9:,.0f} G multiply-adds/s")
+    if cpu["busy"]:
+        lines.append("      both measured while other programs ran, and too low: they are measured anew each time")
     for gpu in facts["gpus"]:
         lines.append(f"GPU   {gpu['name']}" + (f", driver {gpu['driver']}" if gpu["driver"] else ""))
         if gpu["memory_total"]:

@@ -11,7 +11,7 @@ import click
 
 from edgert.cli.flags import CACHE_FLAGS, CONTEXT, flag, json_flag, threads_flag
 from edgert.cli.loading import model_path
-from edgert.cli.progress import ProgressLine, compiling, notices
+from edgert.cli.progress import ProgressLine, bar, compiling, notices
 from edgert.cli.verb import verb
 
 if TYPE_CHECKING:
@@ -60,17 +60,23 @@ def command(
         drafts = {"made_draft" if model_draft is None else "draft": draft_file}
         n_ctx = context.chosen(file, ctx_size)
         context.warn_beyond(file, n_ctx)
-        machine = None
-        if measure:
-            line.show("measuring this machine, the first time for some seconds")
-            a = describe(file)
+        types, a = (cache_type_k, cache_type_v), describe(file)
+
+        def drawn(text: str, share: float) -> None:
+            line.show(f"{bar(min(share, 1.0))} {text}")
+
+        def on_step(done: int, of: int) -> None:
+            drawn("measuring this machine, the first time for some seconds", done / of)
+
+        def machine() -> rates.Rates:
+            on_step(0, 1)
             heads = a.n_head, a.n_head_kv, a.head_dim
-            machine = rates.rates(threads, heads, (cache_type_k, cache_type_v), progress=compiling(line))
-        types = cache_type_k, cache_type_v
+            return rates.rates(threads, heads, types, progress=compiling(line), on_step=on_step)
+
         request = planning.Request(
-            file, n_ctx, parallel, types, **drafts, excerpts=measure, n_threads=threads, on_excerpt=line.show
+            file, n_ctx, parallel, types, **drafts, excerpts=measure, n_threads=threads, on_excerpt=drawn
         )
-        places = planning.places(request, machine)
+        places = planning.places(request, machine if measure else None)
     facts = {
         "model": str(path),
         "draft": None if draft is None else str(draft),
