@@ -124,7 +124,10 @@ class LlamaBackend(Backend):
             )
         on_cpu = device.strip().lower() == "cpu"
         if require and not offload.whole and not on_cpu:
-            raise BackendUnavailableError(f"A GPU was required and {offload.why_not}: {offload.remedy}")
+            raise BackendUnavailableError(
+                f"A GPU was required and {offload.why_not}: {offload.remedy}; "
+                "--device cpu requires llama.cpp on the processor"
+            )
         self.n_batch, self.n_seq_max = min(n_batch, self.n_ctx), n_seq_max
         self.capabilities = frozenset({"fork", "truncate", "batch", "session", "states"})
         self._observer: Observer | None = None

@@ -71,6 +71,7 @@ def test_llama_reaches_no_gpu(monkeypatch: pytest.MonkeyPatch, path: Path, opene
         with pytest.raises(BackendUnavailableError) as caught:
             load(path, **options)
         assert str(caught.value).startswith(words)
+    assert str(caught.value).endswith("--device cpu requires llama.cpp on the processor")
     assert set(opened) == {"llama"}, "the cpu backend, which compiles kernels, is not opened for a refusal"
     for use in survey.survey(found):
         if use.backend == "llama" and not use.usable:
