@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import edgert
 from edgert import backends
+from edgert.backends.base import REPEATED
 from edgert.backends.cpu import graph
 from edgert.devices import probe
 from edgert.errors import DoesNotFitError
@@ -64,3 +66,29 @@ def test_a_product_knows_the_weights_that_are_read_next(tiny_model: Callable[...
         expected = [(m.data.ctypes.data, m.n_panels, m.data.nbytes // m.n_panels) for m in matrices]
         assert [tuple(op.arguments[-graph.FOLLOWING :]) for op in ops] == [*expected[1:], expected[0]]
     backend.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_sequence_is_filled_by_copies_of_what_is_cached(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """What is read stays as it is; a sequence of other lengths than whole pages is read on."""
+    backend = backends.load(tiny_model(family, n_ctx=512), backend="cpu", n_ctx=512, n_threads=1, n_seq_max=2)
+    try:
+        backend.fill(1, REPEATED)
+        expected = backend.step(5, 1).copy()
+        read: list[int] = []
+        real = backend.forward
+        monkeypatch.setattr(backend, "forward", lambda batch: (read.append(len(batch)), real(batch))[1])
+        backend.fill(0, 300)
+        assert read == [REPEATED] and backend.length(0) == 300
+        assert np.isfinite(backend.step(5, 0)).all()
+        backend.fill(1, 100)
+        assert read == [REPEATED, 100 - REPEATED - 1] and backend.length(1) == 100
+        backend.free(0)
+        backend.fill(0, REPEATED)
+        assert np.array_equal(backend.step(5, 0), expected)
+        with pytest.raises(ValueError, match="positions run from 0 to 511"):
+            backend.fill(0, 600)
+    finally:
+        backend.close()
