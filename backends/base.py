@@ -90,8 +90,8 @@ class Stakes:
     ends:    int64, tokens after which nothing is guessed
     extra:   float64 (most + 1,), how many tokens the time of checking so many guesses would give otherwise
     unknown: int64 (most + 1,), whether that is a mere belief
-    further: how many guesses are checked beyond those that pay; ease: what the floors are multiplied by. Both of the
-             first round of several.
+    further: how many guesses are checked beyond those that pay (if none pays, none; with ease 0 so many); ease: what
+             the floors are multiplied by. Both of the first round of several.
     repeated: of several rounds the last one is that after which so many of the last tokens stand somewhere before; 0:
              that ends none
     """

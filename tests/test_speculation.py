@@ -452,6 +452,19 @@ def test_costs_from_a_busy_moment_are_mended_by_a_few_steps() -> None:
     assert dear[4] < 1.6
 
 
+@pytest.mark.parametrize("wrong", [2, 3, 4, 6])
+def test_a_wrong_belief_of_what_steps_cost_is_put_right(wrong: int) -> None:
+    """Sizes that were held up when they were measured, by however much, are tried all the same, and found cheap."""
+    backend, draft = Chancy(n_ctx=900), Chancy(n_ctx=900)
+    with speculating(backend, draft, ngram=False) as model:
+        speculator: Any = model.speculator
+        speculator.costs = Costs([cost * (8 if n >= wrong else 1) for n, cost in enumerate(CHEAP, 1)])
+        model.generate("abc", max_tokens=800, ignore_eos=True)
+        n_before = len(backend.batches)
+        model.generate("abd", max_tokens=800, ignore_eos=True)
+        assert len(backend.batches) - n_before < 80  # 50 where beliefs were right from the beginning
+
+
 def test_the_cost_of_a_guess_is_a_line_through_those_seen() -> None:
     line = Line(1.0, 1.0)
     for i in range(200):

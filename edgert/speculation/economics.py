@@ -17,12 +17,14 @@ class Costs:
 
     The proportions between sizes change slowly and the level quickly, so that a size that is not in use is not
     thought dear because the machine was busy when it was measured. A step that surprises is laid to the level as far
-    as its size is known, and to the size as far as it is not. No size is cheaper than a smaller one: of two that say
-    so, the one seen less often gives way, so that what is learned of sizes in use reaches the others.
+    as its size is known, by itself and beside others, and to the size as far as it is not. No size is cheaper than a
+    smaller one: of two that say so, the one seen less often gives way, so that what is learned of sizes in use reaches
+    the others.
 
     seen:  how many steps of each size the seconds stand for
     """
 
+    ENOUGH = 50  # steps of a size after which more say nothing new
     LATELY = 3  # steps of a size of which the middle one counts: a single one that was held up says nothing
 
     def __init__(self, seconds: Sequence[float], seen: float = 2.0) -> None:
@@ -63,9 +65,9 @@ class Costs:
     def __getitem__(self, n: int) -> float:
         return self._level * self._shape[min(n, len(self._shape)) - 1]
 
-    def known(self, n: int) -> bool:
-        """Whether what n rows cost has been seen often enough to go by it."""
-        return self._seen[min(n, len(self._shape)) - 1] >= 2
+    def known(self, n: int, steps: int = 4) -> bool:
+        """Whether what n rows cost has been seen often enough to go by it: so many steps."""
+        return self._seen[min(n, len(self._shape)) - 1] >= steps
 
     def learn(self, n: int, seconds: float) -> None:
         """Takes in a step's time."""
@@ -77,18 +79,29 @@ class Costs:
         if len(late) > self.LATELY:
             del late[0]
         error = math.log(sorted(late)[(len(late) - 1) // 2] / shape[n - 1])
-        error = min(max(error, -1.0), 1.0)
+        error = min(max(error, -3.0), 1.0)
         self._n_steps += 1
-        share = 0.0
+        seen = self._seen[n - 1] = min(self._seen[n - 1] + 1, self.ENOUGH)
+        share, trust = 0.0, 1.0
         if n > 1:
-            self._seen[n - 1] += 1
-            share = max(0.1, 1 / (1 + self._seen[n - 1]))
+            trust = (1 + seen) / (1 + max(self._seen))
+            share = max(0.1, 1 / (1 + seen))
+            if error < 0:  # something may hold a step up, but nothing makes it quicker than it is
+                share = max(share, (1 - trust) / 2)
             changed = shape[n - 1] * math.exp(share * error)
-            shape[n - 1] = max(1.0, changed)
             if changed < 1.0:  # no size is cheaper than one row: it is the level that is too high
-                share = 0.0
-            self._straighten(n - 1)
-        self._level *= math.exp((1 - share) * max(0.2, 1 / (1 + self._n_steps)) * error)
+                share, trust = 0.0, 1.0
+            self._set(n - 1, max(1.0, changed))
+        self._level *= math.exp(trust * (1 - share) * max(0.2, 1 / (1 + self._n_steps)) * error)
+
+    def _set(self, place: int, value: float) -> None:
+        """Changes a size; what was measured with it of larger ones, and seldom seen since, becomes cheaper with it."""
+        shape, seen = self._shape, self._seen
+        factor, shape[place] = min(1.0, value / shape[place]), value
+        for larger in range(place + 1, len(shape)):
+            if seen[larger] < seen[place]:
+                shape[larger] = max(factor * shape[larger], shape[larger - 1])
+        self._straighten(place)
 
     def _straighten(self, place: int) -> None:
         """Makes the other sizes agree with that at `place`, which has changed, or it with them."""

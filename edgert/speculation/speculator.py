@@ -33,6 +33,9 @@ APART = 16  # rounds from one that goes a little further than pays to the next
 ROUNDS = 8  # rounds that a draft which pays makes at once
 BURST = 0.024  # seconds that these take, about: so long a reader may wait for his text
 CURIOUS = 0.7  # times the chance with which guessing goes on in other rounds
+BOLD = 2  # guesses by which a round goes further than usual whatever is believed of the cost
+SELDOM_BOLD = 3  # of so many rounds that go further one is bold where the cost was seen
+SEEN = 8  # steps of a size after which that is so
 LONG_ENOUGH = 5  # agreeing tokens in the present text with which no other text is asked
 # Classes of guesses: by how many tokens agreed before an n-gram's, by the draft model's own probability of its token.
 AGREED = (3, 4, 5, 7, 10, 16, 32)
@@ -140,6 +143,8 @@ class Speculator:
         self._n_rounds = 0
         self._next_curious = APART
         self._curious = False
+        self._n_curious = 0
+        self._usual = 1.0  # guesses of the draft that were checked in a round, of late
         self._known_stakes: dict[tuple[bool, int, int, frozenset[int], bool], tuple[int, Stakes]] = {}
 
     def pace(self, n: int) -> float:
@@ -175,6 +180,7 @@ class Speculator:
         self._curious = self._n_rounds >= self._next_curious and not self.least
         if self._curious:
             self._next_curious = self._n_rounds + APART
+            self._n_curious += 1
         pace, rows, counts = self.pace(len(tasks)), len(tasks), []
         for task in tasks:
             request = self.request_of(task)
@@ -255,9 +261,9 @@ class Speculator:
         try:
             stakes = self._stakes(request, rows, pace, limit, task.end_ids)
             if self._curious:
-                stakes = replace(stakes, ease=CURIOUS, further=1)
+                stakes = self._further(stakes, rows)
             if together and model.checks:
-                most_rounds, reach = self._most_rounds(request), task.most_guesses
+                most_rounds, reach = self._most_rounds(request) if stakes.ease else 1, task.most_guesses
                 arguments = slot.sequence, slot.tokens, n, task.sampler, stakes, request
                 if (found := model.rounds(*arguments, most_rounds, reach)) is not None:
                     return self._checked(task, request, found, model.times)
@@ -270,8 +276,8 @@ class Speculator:
         kinds = request.now.kinds
         kinds += [bisect_right(SURE, share) for share in shares]
         count, _ = self._best_length([odds[kind] for kind in kinds], rows, pace)
-        if self._curious and 0 < count < len(kinds):
-            count += 1  # or a size that was held up when it was measured would never be tried again
+        if count or not stakes.ease:
+            count = min(count + stakes.further, len(kinds))
         del kinds[count:]
         return count
 
@@ -344,6 +350,15 @@ class Speculator:
             known = self._known_stakes[key] = self._n_rounds, stakes
         return known[1]
 
+    def _further(self, stakes: Stakes, rows: int) -> Stakes:
+        """The same for a round that goes further than pays, or sizes held up when they were measured would never be
+        tried again: as a rule a little further, sometimes so far that even a belief which is far off is put right."""
+        usual = round(self._usual) + BOLD
+        bold = not self.costs.known(rows + usual, SEEN) or self._n_curious % SELDOM_BOLD == 0
+        if bold and usual <= stakes.most:
+            return replace(stakes, most=usual, ease=0.0, further=BOLD)
+        return replace(stakes, ease=CURIOUS, further=1)
+
     def _floors(self, mean: float, rows: int, pace: float, most: int) -> NDArray[np.float64]:
         """float64 (most + 1,): after so many guesses, the least chance that all are right with which guessing on
         promises more tokens than its time would give otherwise."""
@@ -414,6 +429,8 @@ class Speculator:
             made += accepted + 1
             if not now.source:
                 continue
+            if now.source == "draft" and not self._curious:
+                self._usual += 0.1 * (count - self._usual)
             if not self.least:
                 share = extra * count / guessed if guessed else 0.0
                 request.sources[now.source].learn(accepted, now.seconds + share, plain, sure=count > 0)

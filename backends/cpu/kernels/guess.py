@@ -123,7 +123,7 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
             put_word(team + 8 * N_NEXT, 0)
             if tapes:
                 n = best_length(a, word(a, COUNT))
-                if n:
+                if n or double_at(a, EASE) == 0.0:
                     n = min(n + word(a, FURTHER), word(a, COUNT))
                 lay_out_check(a, n)
                 put_word(team + 8 * NEXT, word(tapes, 2 * n))
