@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from edgert.backends.base import Verdict
-from edgert.errors import ContextFullError, RequestError
+from edgert.errors import ContextFullError, EdgertError, RequestError
 from edgert.options import Options, SamplingParams
 from edgert.reply import Chunk, Progress, Reply, Stats
 
@@ -133,6 +134,10 @@ def main() -> None:
     def load(path: Path, progress: Any, **options: Any) -> FakeModel:
         for done in (0, 5, 10) if "fresh" in path.name else ():
             progress(done, 10)
+        while "held" in path.name and not os.path.exists(os.environ["HELD_UNTIL"]):
+            time.sleep(0.01)
+        if "broken" in path.name:
+            raise EdgertError("The file is broken.")
         model = FakeModel()
         model.verdict = Verdict("auto", "cpu", "a fake", json.dumps(options, sort_keys=True))
         if "warns" in path.name:

@@ -94,6 +94,13 @@ class Screen:
         self._read_to = at + len(wanted)
         return between
 
+    def expect_raw(self, wanted: bytes, seconds: float = 60.0) -> None:
+        """Waits for bytes, escape sequences included, in all that was written."""
+        end = time.monotonic() + seconds
+        while wanted not in self.raw:
+            assert time.monotonic() < end, self.raw
+            self.pump(0.1)
+
     def ask(self, text: str, answer: str) -> str:
         """Sends a message and waits for a text in what follows, and for the next prompt."""
         self.type(text + "\r")
@@ -289,6 +296,43 @@ def test_keys_during_an_answer_wait_for_the_next_prompt(screen: Screen) -> None:
     screen.expect("you said 'pasted\\nahead'")
     screen.expect(HINT)
     screen.leave()
+
+
+@pytest.mark.parametrize("text", ["typed ahead\r", "\x1b[200~pasted\rahead\x1b[201~\r"])
+def test_keys_while_the_model_is_loaded_wait_for_the_prompt(tmp_path: Path, text: str) -> None:
+    go = tmp_path / "go"
+    with Screen(tmp_path, "-m", "held", HELD_UNTIL=str(go)) as screen:
+        screen.expect("loading held")
+        screen.expect_raw(b"\x1b[?2004h")
+        screen.type(text)
+        screen.pump(0.3)
+        go.touch()
+        assert "ahead" not in screen.expect("held · cpu")
+        screen.expect("you said ")
+        screen.expect(HINT)
+        assert screen.text.count("you said") == 1
+        screen.leave()
+        screen.assert_restored()
+
+
+@pytest.mark.parametrize("end", ["broken", CTRL_C])
+def test_a_load_that_fails_leaves_nothing_for_the_shell(tmp_path: Path, end: str) -> None:
+    """Case N 176."""
+    go = tmp_path / "go"
+    with Screen(tmp_path, "-m", "held broken", HELD_UNTIL=str(go)) as screen:
+        screen.expect_raw(b"\x1b[?2004h")
+        screen.type("rm -rf 1\r")
+        if end == CTRL_C:
+            screen.type(CTRL_C + "rm -rf 2\r")
+        else:
+            go.touch()
+        screen.wait()
+        assert screen.child.returncode != 0
+        screen.assert_restored()
+        os.set_blocking(screen.slave, False)
+        with pytest.raises(BlockingIOError):
+            os.read(screen.slave, 1)
+        assert "Traceback" not in screen.text
 
 
 @pytest.mark.parametrize("moment", ["answer", "prompt"])

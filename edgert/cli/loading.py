@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +57,12 @@ def template_text(given: str | None) -> str | None:
     return text_of(given[1:]) if given is not None and given.startswith("@") else given
 
 
-def load(flags: dict[str, Any]) -> Model:
-    """Takes the model flags out of a command's arguments and loads the model."""
+def load(flags: dict[str, Any], meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext) -> Model:
+    """Takes the model flags out of a command's arguments and loads the model, within the context `meanwhile`."""
     import edgert
 
     path, arguments = arguments_of(flags)
-    with ProgressLine() as line, notices(line):
+    with ProgressLine() as line, notices(line), meanwhile():
         line.show(f"loading {path.name}")
         return edgert.load(path, **arguments, progress=compiling(line))
 

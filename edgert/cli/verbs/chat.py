@@ -17,6 +17,7 @@ from edgert.errors import ContextFullError, EdgertError
 from edgert.folders import data_root
 
 if TYPE_CHECKING:
+    from edgert.cli.terminal import Terminal
     from edgert.model import Model
     from edgert.reply import Stats
     from edgert.stream import Stream
@@ -37,6 +38,7 @@ def command(system: str | None, verbose: bool, **flags: Any) -> None:
     When standard input is not a terminal, all of it is one message: the answer goes to standard output.
     Bytes that are not UTF-8 are replaced in what you type, and refused in files and standard input.
     """
+    from edgert.cli.terminal import Terminal
     from edgert.conversation import Conversation
 
     request = request_of(flags)
@@ -44,13 +46,13 @@ def command(system: str | None, verbose: bool, **flags: Any) -> None:
     piped = None if sys.stdin.isatty() else decoded(sys.stdin.buffer.read(), "Standard input")
     if piped is not None and not piped.strip():
         raise click.UsageError("Standard input is empty: there is nothing to answer.")
-    with load(flags) as model:
+    with Terminal() as terminal, load(flags, terminal.quiet) as model:
         if model.template is None:
             raise EdgertError(
                 f"{name} has no chat template: give one with --chat-template, or continue text with "
                 "`edgert run --no-chat`."
             )
-        chat = Chat(model, Conversation(system, model=name), request, verbose)
+        chat = Chat(model, Conversation(system, model=name), request, verbose, terminal)
         if piped is not None:
             chat.conversation.ask(piped)
             if not chat.answer():
@@ -67,9 +69,11 @@ class Chat:
     totals:      sums over all answers, by the names of `Stats`
     """
 
-    def __init__(self, model: Model, conversation: Any, request: dict[str, Any], verbose: bool) -> None:
+    def __init__(
+        self, model: Model, conversation: Any, request: dict[str, Any], verbose: bool, terminal: Terminal
+    ) -> None:
         from edgert.cli.chat_commands import COMMANDS
-        from edgert.cli.terminal import Prompt, Terminal
+        from edgert.cli.terminal import Prompt
 
         self.model = model
         self.conversation = conversation
@@ -82,7 +86,7 @@ class Chat:
         )
         self.sessions = data_root() / "conversations"
         self.prompt = Prompt(data_root() / "history", [f"/{name}" for name in (*COMMANDS, "bye")])
-        self.terminal = Terminal()
+        self.terminal = terminal
         self._ahead: Stream | None = None
         self._line = ProgressLine()
 
@@ -109,30 +113,29 @@ class Chat:
         from edgert.cli.chat_commands import execute, split
         from edgert.cli.terminal import unquote
 
-        with self.terminal:
-            self.note(f"{self.conversation.model} · {self.model.engine}")
-            while True:
-                try:
-                    text = self.prompt.read()
-                except KeyboardInterrupt:
-                    self.note("Ctrl+D or /bye leaves.")
+        self.note(f"{self.conversation.model} · {self.model.engine}")
+        while True:
+            try:
+                text = self.prompt.read()
+            except KeyboardInterrupt:
+                self.note("Ctrl+D or /bye leaves.")
+                continue
+            if text is None:
+                return
+            try:
+                if text.startswith("/"):
+                    if not execute(self, *split(text)):
+                        return
                     continue
-                if text is None:
-                    return
-                try:
-                    if text.startswith("/"):
-                        if not execute(self, *split(text)):
-                            return
-                        continue
-                    text = unquote(text)
-                    if not text.strip():
-                        continue
-                    if self.attachment:
-                        text, self.attachment = f"{self.attachment}\n\n{text}", ""
-                    self.conversation.ask(text)
-                    self.answer()
-                except EdgertError as error:
-                    click.secho(" ".join(str(error).split()), fg="red", err=True)
+                text = unquote(text)
+                if not text.strip():
+                    continue
+                if self.attachment:
+                    text, self.attachment = f"{self.attachment}\n\n{text}", ""
+                self.conversation.ask(text)
+                self.answer()
+            except EdgertError as error:
+                click.secho(" ".join(str(error).split()), fg="red", err=True)
 
     def read_ahead(self) -> None:
         """Lets the engine read the conversation while the user writes."""
