@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +14,7 @@ import click
 
 from edgert.cli.flags import Finite, flag, json_flag
 from edgert.cli.verb import verb
+from edgert.cli.watching import Watch
 from edgert.errors import EdgertError
 
 _LINE = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)")
@@ -30,7 +30,7 @@ Samples = dict[str, list[tuple[dict[str, str], float]]]
 @click.option("--once", is_flag=True, help="Look once and stop.")
 @json_flag
 def command(url: str, api_key: str | None, interval: float, once: bool, as_json: bool) -> None:
-    """Shows how busy a server is: rates, times, queue, caches, memory.
+    """Shows how busy a server is: rates, times, queue, caches, memory; q leaves.
 
     URL is that of `edgert serve`. Rates are of the last interval, and with --once since the server's start;
     percentiles are of the last interval in which there were answers.
@@ -38,18 +38,19 @@ def command(url: str, api_key: str | None, interval: float, once: bool, as_json:
     url = url if "//" in url else f"http://{url}"
     before: Samples | None = None
     table: dict[str, Any] = {}
-    while True:
-        now = samples(fetch(f"{url.rstrip('/')}/metrics", api_key))
-        table = figures(now, before, table)
-        if as_json:
-            click.echo(json.dumps(table))
-        else:
-            screen = render(url, table)
-            click.echo(screen if once or not sys.stdout.isatty() else f"\x1b[H\x1b[2J{screen}")
-        if once:
-            return
-        before = now
-        time.sleep(interval)
+    with Watch() as watch:
+        while True:
+            now = samples(fetch(f"{url.rstrip('/')}/metrics", api_key))
+            table = figures(now, before, table)
+            if as_json:
+                click.echo(json.dumps(table))
+            elif once:
+                click.echo(render(url, table))
+            else:
+                watch.draw(render(url, table, watch.width))
+            if once or not watch.wait(interval):
+                return
+            before = now
 
 
 def fetch(url: str, key: str | None) -> str:
@@ -80,6 +81,8 @@ def samples(text: str) -> Samples:
 def figures(now: Samples, before: Samples | None, last: Mapping[str, Any]) -> dict[str, Any]:
     """What is shown, by name; times in milliseconds, memory in bytes."""
     began = total(now, "edgert_start_time_seconds")
+    if before and total(before, "edgert_start_time_seconds") != began:
+        before = None  # another server's: this one counts from nothing
     seconds = total(now, "edgert_uptime_seconds") - (total(before, "edgert_uptime_seconds") if before else 0.0)
     seconds = max(seconds, 1e-3)
 
@@ -156,8 +159,8 @@ def percentile(now: Samples, before: Samples | None, name: str, share: float) ->
     return low
 
 
-def render(url: str, table: Mapping[str, Any]) -> str:
-    """The screen."""
+def render(url: str, table: Mapping[str, Any], width: int = 80) -> str:
+    """The screen: two columns of figures, or one where two have no room."""
 
     def shown(value: float | None, form: str = ".0f", unit: str = "") -> str:
         return "–" if value is None else f"{value:{form}}{unit}"
@@ -188,7 +191,10 @@ def render(url: str, table: Mapping[str, Any]) -> str:
         ("CPU", f"{table['cpu_cores']:.2f} cores", "GPU", ", ".join(map(_gpu, table["gpus"])) or "–"),
     ]
     lines = [f"edgert at {url}, up {table['up_seconds']:.0f} s: {', '.join(table['models']) or 'no model loaded'}"]
-    lines += [f"{a:<12}{b:>16}   {c:<9}{d:>20}" for a, b, c, d in rows]
+    if width >= 60:
+        lines += [f"{a:<12}{b:>16}   {c:<9}{d:>20}" for a, b, c, d in rows]
+    else:
+        lines += [f"{name:<12}{value}" for a, b, c, d in rows for name, value in ((a, b), (c, d))]
     return "\n".join(lines)
 
 
