@@ -35,7 +35,7 @@ def chunks_of(tokenizer: Tokenizer, text: str, n_ctx: int, limit: int | None = N
     if limit is not None:
         n_chunks = min(n_chunks, limit)
     if n_chunks < 1:
-        raise RequestError("file", f"has {len(ids)} tokens and a chunk takes {n_ctx}: give more text or a smaller -c")
+        raise RequestError("text", f"has {len(ids)} tokens and a chunk takes {n_ctx}: give more text or a smaller -c")
     chunks = ids[: n_chunks * n_ctx].reshape(n_chunks, n_ctx).copy()
     if tokenizer.add_bos and tokenizer.bos_id is not None:
         chunks[:, 0] = tokenizer.bos_id

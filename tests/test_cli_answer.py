@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgert.cli.answer import DIM, PLAIN, Painter, printable
+from edgert.cli.answer import DIM, PLAIN, Painter, printable, rates
 from edgert.cli.terminal import clean, is_open, unquote
 from edgert.conversation import Conversation
 from edgert.errors import EdgertError
+from edgert.reply import Stats
 
 
 def paint(pieces: list[str]) -> str:
@@ -142,3 +143,9 @@ def test_quotes(typed: str, opened: bool, message: str) -> None:
 def test_stray_bytes_are_replaced() -> None:
     assert clean(b"ok \xc4\xe3 \xff".decode("utf-8", "surrogateescape")) == "ok \ufffd \ufffd"
     clean("\ud83d").encode()
+
+
+def test_an_answer_whose_tokens_all_came_at_once_has_no_rate() -> None:
+    """Guesses that are right bring a short answer in one step: "0.0 tok/s" would be false."""
+    assert rates(Stats.of(79, 1, 0.1, 9, 0.2, first_n=9)) == "prompt 1 + 79 cached tokens, 10.0 tok/s · answer 9 tokens"
+    assert rates(Stats.of(0, 1, 0.1, 9, 0.2, first_n=1)) == "prompt 1 tokens, 10.0 tok/s · answer 9 tokens, 40.0 tok/s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -176,6 +177,14 @@ def test_too_little_text_says_how_much_there_is(tiny_model: Callable[..., Path])
     n = len(tokenizer.encode("Hello world"))
     with pytest.raises(RequestError, match=rf"has {n} tokens and a chunk takes 512"):
         chunks_of(tokenizer, "Hello world", 512)
+
+
+def test_too_little_text_is_told_by_the_flag(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Hello world", encoding="utf-8")
+    run = CliRunner().invoke(command, ["-m", str(tiny_model("llama")), "-f", str(text)])
+    assert run.exit_code == 2
+    assert re.search(r"Error: --file has \d+ tokens and a chunk takes 512: give more text", run.output)
 
 
 def test_vocabularies_of_equal_size_that_differ_are_refused(tiny_model: Callable[..., Path]) -> None:

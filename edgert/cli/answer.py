@@ -146,9 +146,10 @@ def rates(stats: Stats) -> str:
     """One line about a request."""
     cached = f" + {stats.cache_n} cached" if stats.cache_n else ""
     drafts = f" · {guesses(stats.draft_n, stats.draft_n_accepted)}" if stats.draft_n else ""
+    pace = f", {stats.predicted_per_second:.1f} tok/s" if stats.timed_n else ""  # else all came with the prompt
     return (
         f"prompt {stats.prompt_n}{cached} tokens, {stats.prompt_per_second:.1f} tok/s · "
-        f"answer {stats.predicted_n} tokens, {stats.predicted_per_second:.1f} tok/s{drafts}"
+        f"answer {stats.predicted_n} tokens{pace}{drafts}"
     )
 
 

@@ -257,7 +257,7 @@ def _stats(chat: Chat, rest: str) -> None:
     total, last = chat.totals, chat.last
     if last is None:
         raise EdgertError("There are no figures before the first answer.")
-    used = last.cache_n + last.prompt_n + last.predicted_n
+    used = last.cache_n + last.prompt_n + last.predicted_n if chat.conversation.turns else 0
     read = total["prompt_n"] + total["cache_n"]
     memory = chat.model.backend.memory()
     drafts = f"drafts        {guesses(total['draft_n'], total['draft_n_accepted'])}\n" if total["draft_n"] else ""

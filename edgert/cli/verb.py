@@ -48,7 +48,7 @@ FLAGS |= {
 
 TYPED = "edgert.typed"  # the words of the command line, for who must name one of them
 # of a parameter -> of what edgert takes it for
-NAMES = FIELDS | LOADING | {"type_name": "type", "tensor_types": "tensor_type"}
+NAMES = FIELDS | LOADING | {"type_name": "type", "tensor_types": "tensor_type", "text_path": "text"}
 
 
 def unknown(name: str, known: list[str]) -> click.UsageError:

@@ -75,7 +75,8 @@ function show(timings, usage) {
   if (timings) {
     $("f-prompt").textContent = `${timings.prompt_n} tokens, ${timings.prompt_per_second.toFixed(0)}/s`;
     $("f-cache").textContent = `${timings.cache_n} tokens`;
-    $("f-rate").textContent = `${timings.predicted_n} tokens, ${timings.predicted_per_second.toFixed(1)}/s`;
+    const pace = timings.predicted_per_second ? `, ${timings.predicted_per_second.toFixed(1)}/s` : "";
+    $("f-rate").textContent = `${timings.predicted_n} tokens${pace}`;
     $("f-drafts").textContent = timings.draft_n ? `${timings.draft_n_accepted} of ${timings.draft_n}` : "none";
   }
   if (usage) $("f-context").textContent = `${usage.total_tokens} of ${context}`;
