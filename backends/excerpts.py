@@ -195,6 +195,7 @@ def _measured(path: str, backend: str, options: Mapping[str, Any], n_threads: in
         a = describe(file)
         n, period = a.n_layer, len(units_of(a.layers)[0])
         layer = sum(tensor.n_bytes for name, tensor in file.tensors.items() if name.startswith("blk.")) / n
+        head = file.tensors["token_embd.weight" if a.tied_head else "output.weight"].n_bytes
     few = min(n, period * -(-2 // period))
     many = min(n, max(-(-(few + MORE) // period), round(LONG / layer / period)) * period)
     clock = Clock(PATIENCE)
@@ -225,6 +226,7 @@ def _measured(path: str, backend: str, options: Mapping[str, Any], n_threads: in
                 curve.append(clock.seconds(short, depths[-1], n_tokens))
     single = curves[1]
     each = max(0.0, start - single[0]) / (many - few) if many > few else single[0] / few
+    each = _possible(each, start, many, layer, head)
     besides = max(0.0, single[0] - few * each)
     shares = _shares(depths, single, depth)
     # Many tokens at once are slower among many layers as well.
@@ -247,6 +249,15 @@ def _filled(backend: Backend, most: int) -> int:
         depth *= 2
         backend.fill(0, depth)
     return depth
+
+
+def _possible(each: float, step: float, n: int, layer: float, head: float) -> float:
+    """Seconds of a layer for a token, as far as a step of n of them allows.
+
+    Their difference from a shorter step tells it, in which what other programs disturbed counts several times. But all
+    layers take no more than the step, and no less than half of their part of the bytes (`layer`, `head`) that it reads.
+    """
+    return min(max(each, step / 2 * layer / (n * layer + head)), step / n)
 
 
 def _shares(depths: Sequence[int], curve: Sequence[float], depth: int) -> list[float]:

@@ -384,6 +384,14 @@ def test_excerpts_add_up_to_the_whole_model(
     assert rough.rates(2048)["decode"] == pytest.approx(expected["decode"], rel=0.1), "the rest counts for each layer"
 
 
+def test_layers_take_what_a_whole_step_allows() -> None:
+    """However much one of the two steps whose difference tells it was disturbed."""
+    step, n, layer, head = 0.010, 6, 4.0, 6.0
+    assert excerpts._possible(0.0015, step, n, layer, head) == 0.0015
+    assert excerpts._possible(0.02, step, n, layer, head) == step / n
+    assert excerpts._possible(0.0, step, n, layer, head) == pytest.approx(step / 2 * 4 / 30)
+
+
 def test_what_is_known_when_time_is_up_counts(monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]) -> None:
     """Of another process, which ends, is silent, speaks of other things, or is broken off within a line."""
     rough = json.dumps({"depths": [0], "prompt": [1], "few": [0.5], "single": [0.1], "layers": [0, 6], "busy": False})
