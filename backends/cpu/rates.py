@@ -39,6 +39,7 @@ LEAST_LAYERS = 4  # one alone stays in the caches
 LARGE = 0.4  # seconds for single tokens of a larger model
 PROMPT = 0.5  # seconds for a kind of prefill step
 PATIENCE = 8.0  # seconds: some five suffice on an idle machine; after them each step is timed once
+BEYOND = 4  # times the rate of products in prefill that no attention reaches: what seems to was disturbed
 NARROW = 32  # tokens of a step that multiplies int8 numbers on every processor
 
 
@@ -157,6 +158,7 @@ def _measured(n_threads: int, isa: str, heads: Heads, types: Types, progress: An
         work = Work.of(backend.architecture)
         tell()
         usual = clock.seconds(backend, 0, CHUNK, PROMPT)
+        most = work.weights * CHUNK / usual
         tell()
         narrow = clock.seconds(backend, 0, NARROW)
         single = clock.seconds(backend, 0, 1)
@@ -165,7 +167,8 @@ def _measured(n_threads: int, isa: str, heads: Heads, types: Types, progress: An
         for depth in DEPTHS:
             backend.fill(0, depth)
             deep = clock.seconds(backend, depth, CHUNK, PROMPT)
-            attention[depth] = work.attention(depth) * CHUNK / max(deep - usual, 1e-9)
+            multiply_adds = work.attention(depth) * CHUNK
+            attention[depth] = multiply_adds / max(deep - usual, multiply_adds / (BEYOND * most))
             tell()
         kv_bytes = DEPTHS[-1] * kv_per_token
         single_deep = clock.seconds(backend, DEPTHS[-1], 1)
@@ -185,7 +188,7 @@ def _measured(n_threads: int, isa: str, heads: Heads, types: Types, progress: An
     own = work.attention_of_prompt(CHUNK) / attention[DEPTHS[0]]
     shell = Rates(n_threads, isa, 1, attention, 1, 1, read)
     # What is left when the time to read the same bytes from the caches is taken off, but at least half of it.
-    kv_seconds = max(single_deep - single, 1e-9)
+    kv_seconds = max(single_deep - single, work.attention(DEPTHS[-1]) / (BEYOND * max(attention.values())))
     kv_seconds = max(kv_seconds - kv_bytes / shell.bandwidth(min(read) + kv_bytes), kv_seconds / 2)
     return Rates(
         n_threads,

@@ -166,6 +166,19 @@ def test_bandwidth_is_straight_between_what_was_measured() -> None:
     assert MACHINE.bandwidth(1 << 40) == 20e9
 
 
+def test_steps_that_others_disturbed_give_no_absurd_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps behind many cached tokens that seem to take no longer than those behind none, or even less time."""
+    work = Work(16 << 20, 0, {0: 4608})
+    backend = SimpleNamespace(architecture=None, fill=lambda *_: None, close=lambda: None)
+    monkeypatch.setattr(rates, "_specimen", lambda *_: (backend, 16 << 20, 6528))
+    monkeypatch.setattr(rates.Work, "of", lambda _: work)
+    monkeypatch.setattr(Clock, "seconds", lambda _self, _backend, depth, n, _budget=0: n / (1000 + depth))
+    found = rates._measured(1, "portable", rates.USUAL, (None, None), None, lambda _done, _of: None)
+    products = work.weights * 1000
+    assert max(found.attention.values()) == pytest.approx(rates.BEYOND * products)
+    assert products < found.kv < 100 * products
+
+
 def test_rates_are_measured_once_for_heads_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
