@@ -106,9 +106,8 @@ async def _not_found(request: Request, error: Exception) -> Response:
     message = {404: f"There is no route {request.url.path[:200]}.", 405: "The route has another method."}
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     headers = dict(error.headers or {})
-    return ApiError(
-        error.status_code, message.get(error.status_code, error.detail), kind=kind, headers=headers
-    ).response()
+    answer = ApiError(error.status_code, message.get(error.status_code, error.detail), kind=kind, headers=headers)
+    return answer.response(plain=request.url.path.startswith("/api/"))
 
 
 def create_app(service: Service) -> Starlette:

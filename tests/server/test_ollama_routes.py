@@ -100,6 +100,10 @@ def test_errors_are_plain(server: Server, client: ollama.Client) -> None:
         assert status == 400
         assert isinstance(answer["error"], str)
     assert server.post("/api/generate", {"model": "fake", "prompt": "x", "images": ["aaaa"]})[0] == 400
+    for path, wanted in (("/api/pull", 404), ("/api/tags", 405)):  # a route that there is not, and a wrong method
+        status, answer = server.post(path, {"model": "fake"})
+        assert status == wanted
+        assert isinstance(answer["error"], str), path
 
 
 def test_an_error_in_a_stream() -> None:
