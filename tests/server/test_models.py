@@ -212,6 +212,8 @@ def test_files_of_windows_editors(tmp_path: Path) -> None:
     [
         ("x = ", "not TOML"),
         ("colour = 1", "colour is no flag"),
+        ("paralel = 1", "did you mean parallel?"),
+        ("opn = true", "did you mean open?"),
         ("[models.a]\ncolour = 1", "models.a.colour"),
         ("models = 5", "must be tables"),
         ('[models.a]\nkeep-alive = "soon"', "models.a.keep-alive must be"),

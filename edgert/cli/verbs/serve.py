@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,11 @@ def _configured(ctx: click.Context, path: str | None) -> str | None:
         flags = {parameter.name or "": parameter for parameter in ctx.command.params}
         given = {{"open": "is_open"}.get(name, name): value for name, value in given.items()}
         if unknown := next((name for name in given if name not in flags), None):
-            raise click.UsageError(f"--config: {path}: {unknown.replace('_', '-')} is no flag of this command.")
+            written = unknown.replace("_", "-")
+            names = [flag[2:] for parameter in flags.values() for flag in parameter.opts if flag.startswith("--")]
+            near = get_close_matches(written, names, 1)
+            meant = f"did you mean {near[0]}?" if near else "`edgert serve --help` shows those there are."
+            raise click.UsageError(f"--config: {path}: {written} is no flag of this command; {meant}")
 
         def value_of(key: str, value: object) -> object:
             if (parameter := flags.get(key.replace("-", "_"))) is None:
