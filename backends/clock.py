@@ -15,7 +15,7 @@ MOST = 200  # steps of a kind
 class Clock:
     """Times steps as an idle machine takes them; `busy` when the usual one of a kind took far longer.
 
-    patience:  seconds from the first step on, after which nothing is repeated to be sure
+    patience:  seconds, after which a single step of a kind must do
     wanted:    the logits of each step, as `Batch.of` has it
     """
 
@@ -49,7 +49,8 @@ class Clock:
             for start in range(depth, depth + n, size)
         ]
         seconds: list[float] = []
-        while len(seconds) < 2 or (sum(seconds[1:]) < budget and len(seconds) < MOST and not self.late):
+        least = 1 if self.late else 2
+        while len(seconds) < least or (sum(seconds[1:]) < budget and len(seconds) < MOST and not self.late):
             began = time.perf_counter()
             if n == 1:
                 backend.step(1, 0)  # the way that it is asked for
@@ -58,5 +59,5 @@ class Clock:
                     backend.forward(part)
             seconds.append(time.perf_counter() - began)
             backend.truncate(0, depth)
-        steps = sorted(seconds[1:])
+        steps = sorted(seconds[1:] or seconds)
         return statistics.median(steps), steps[len(steps) // 4]
