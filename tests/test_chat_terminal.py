@@ -153,6 +153,17 @@ def test_the_first_start_shows_a_bar(tmp_path: Path) -> None:
         screen.leave()
 
 
+def test_a_narrow_terminal_breaks_no_words(tmp_path: Path) -> None:
+    with Screen(tmp_path, "--verbose", COLUMNS="30") as screen:
+        screen.expect(HINT)
+        assert "smollm2 · cpu on a fake:\n{" in screen.text
+        screen.type("/set parameter\r")
+        screen.expect("Write /set parameter NAME\nVALUE, where NAME is one of\n")
+        screen.expect(HINT)
+        screen.ask("hello", "prompt 9 + 3 cached tokens,\n900.0 tok/s · answer 2 tokens,\n10.0 tok/s · context 14/4096")
+        screen.leave()
+
+
 def test_verbose(tmp_path: Path) -> None:
     with Screen(tmp_path, "--verbose") as screen:
         screen.expect(HINT)

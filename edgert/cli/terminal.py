@@ -6,8 +6,10 @@ import contextlib
 import os
 import re
 import select
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +28,15 @@ PASTE_ON, PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"
 def clean(text: str) -> str:
     """The text with what was not UTF-8 in it (surrogates, as Python decodes stray bytes) replaced."""
     return re.sub("[\ud800-\udfff]+", "\ufffd", text)
+
+
+def wrapped(text: str) -> str:
+    """The text broken between words where a terminal would break it within one; as it is where output is none."""
+    if not sys.stdout.isatty():
+        return text
+    width = max(20, shutil.get_terminal_size().columns)
+    lines = (textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n"))
+    return "\n".join(lines)
 
 
 def unquote(text: str) -> str:

@@ -98,7 +98,15 @@ class Chat:
 
     def note(self, text: str) -> None:
         """Prints a remark, dimmed."""
-        click.secho(text, dim=True, err=not sys.stdout.isatty())
+        from edgert.cli.terminal import wrapped
+
+        click.secho(wrapped(text), dim=True, err=not sys.stdout.isatty())
+
+    def complain(self, text: str) -> None:
+        """Prints what went wrong, as one sentence in red."""
+        from edgert.cli.terminal import wrapped
+
+        click.secho(wrapped(" ".join(text.split())), fg="red", err=True)
 
     def describe(self) -> str:
         """What model this is and what runs it."""
@@ -135,7 +143,7 @@ class Chat:
                 self.conversation.ask(text)
                 self.answer()
             except EdgertError as error:
-                click.secho(" ".join(str(error).split()), fg="red", err=True)
+                self.complain(str(error))
 
     def read_ahead(self) -> None:
         """Lets the engine read the conversation while the user writes."""
@@ -181,7 +189,7 @@ class Chat:
         finally:
             kept = self.conversation.answer(answer.text)
         if problem:
-            click.secho(" ".join(problem.split()), fg="red", err=True)
+            self.complain(problem)
         if answer.finish_reason == "cancelled":
             self.note("Stopped." if kept else "Stopped before the answer began; the message is taken back.")
         elif answer.finish_reason == "length":
