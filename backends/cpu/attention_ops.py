@@ -31,6 +31,7 @@ class AttentionOps:
     qkv:           float32 (rows, n_qkv), what the products with the weights leave for the ops of `layer`
     key_means:     float32 (n_layer, n_head_kv, head_dim), what keys of few bits are held less of
     scratch_bytes: of each thread
+    bfloat:        whether wide rows are attended to in bf16
     """
 
     def __init__(self, graph: Graph, n_rows: int, n_batch: int) -> None:
@@ -58,9 +59,10 @@ class AttentionOps:
         group = max(layer.n_head // layer.n_head_kv for layer in a.layers if layer.n_head_kv)
         at_once = (wide_attention_tokens(graph.isa.registers, n) * n for n in range(1, group + 1))
         self.scratch_bytes = max(at_once) * partial_bytes(a.head_dim)
-        if graph.tiles:
+        suits = all(layer.head_dim % 32 == 0 for layer in a.layers)
+        self._tiles, self.bfloat = graph.tiles and suits, graph.bfloat and suits
+        if self.bfloat:
             self.scratch_bytes = max(self.scratch_bytes, attention_scratch_bytes(a.head_dim, group))
-        self._tiles = graph.tiles and all(layer.head_dim % 32 == 0 for layer in a.layers)
 
     def angles(self) -> list[Op]:
         """What all layers rotate by in a step."""
@@ -143,9 +145,8 @@ class AttentionOps:
         looks = [address(graph.reach), address(graph.slots), *graph.cache.addresses(source), layer.window]
         ops = []
         if shape.wide and not a.encoder:
-            kernel, out = "attention_wide", address(self._results)
-            if self._tiles:
-                kernel, out = "attention_tiles", address(graph.forms["tiles"])
+            kernel = "attention_tiles" if self.bfloat else "attention_wide"
+            out = address(graph.forms["tiles"] if self._tiles else self._results)
             ops.append(
                 Op(
                     name_of(kernel, **heads, **_with(sinks)),

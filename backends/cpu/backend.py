@@ -128,7 +128,7 @@ class CpuBackend(Backend):
             layers = kept_by_layers(a)
             self._cache = PagedCache(layers, n_seq_max, self.n_ctx, pages, self.n_batch, *types)
             self._graph = Graph(a, weights, self._cache, self.isa, n_threads, self.n_batch, tile_head)
-            self.rounds_windows = self._graph.tiles
+            self.rounds_windows = self._graph.tiles or self._graph.attention.bfloat
             self._tapes: dict[Shape, Tape] = {}
             self._observed: dict[Shape, Tape] = {}
             self._summed: dict[Shape, Tape] = {}

@@ -65,7 +65,9 @@ class Graph:
     ) -> None:
         a = architecture
         self.architecture, self.weights, self.cache, self.isa, self.n_threads = a, weights, cache, isa, n_threads
-        self.tiles = isa.tiles and all(not CODECS[m.codec].is_float or m.codec == "bf16" for m in weights.matrices())
+        floats = {matrix.codec for matrix in weights.matrices() if CODECS[matrix.codec].is_float}
+        self.tiles = isa.tiles and floats <= {"bf16"}
+        self.bfloat = self.tiles or (isa.bfloat and not isa.tiles and not floats)
         self.tile_head = self.tiles and tile_head
         rows = n_batch + SPARE
         arena = self.arena = Arena(ARENA_BYTES)
@@ -76,8 +78,7 @@ class Graph:
         self.reach = arena.integers(rows) if a.encoder else self.positions
         self.zeros = arena.integers(rows) if a.encoder else self.positions
         most = max(a.n_embd, a.n_ff, a.n_head * a.head_dim)
-        has_floats = any(CODECS[matrix.codec].is_float for matrix in weights.matrices())
-        self.private_stride = SPARE * most * (4 if has_floats else 1)  # words take half a byte each
+        self.private_stride = SPARE * most * (4 if floats else 1)  # words take half a byte each
         n_private = n_threads * self.private_stride
         self.words = arena.take(max(rows * most // 2, n_private))
         self.x = arena.floats(rows, a.n_embd)
@@ -88,7 +89,7 @@ class Graph:
         self.post = arena.floats(rows, a.n_embd) if a.post_norm else self.x
         self.forms: dict[str, NDArray[np.uint8]] = {
             "int8": arena.take(max(rows * most, n_private)),
-            "f32": arena.take(max(rows * most * 4, n_private) if has_floats else 0),
+            "f32": arena.take(max(rows * most * 4, n_private) if floats else 0),
             "tiles": arena.take(rows * most * 2 if self.tiles else 0),
             "none": arena.take(0),
         }

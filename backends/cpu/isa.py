@@ -23,6 +23,7 @@ class Isa:
                (four), "scalar"; all but vnni take signed bytes by signed ones
     matrix:    whether products of two rows and two tokens at once (smmla) serve several tokens
     tiles:     whether bf16 tile products (AMX) serve long runs of tokens
+    bfloat:    whether vectors of bf16 pairs are multiplied (vdpbf16ps), 32 multiply-adds in the time of 16 of float32
     machine:   the processors whose instructions kernels may name: "x86_64" or "aarch64"
     cpu, features: what LLVM is told
     """
@@ -33,6 +34,7 @@ class Isa:
     dot: str
     matrix: bool
     tiles: bool
+    bfloat: bool
     machine: str
     cpu: str
     features: str
@@ -172,4 +174,5 @@ def assemble(name: str, kind: str, cpu: str, features: Mapping[str, bool]) -> Is
     ]
     if kind == "x86_64":
         chosen.append("-prefer-256-bit")
-    return Isa(name, way.lanes, way.registers, way.dot, way.matrix, way.tiles, kind, cpu, ",".join(chosen))
+    bfloat = "+avx512bf16" in chosen
+    return Isa(name, way.lanes, way.registers, way.dot, way.matrix, way.tiles, bfloat, kind, cpu, ",".join(chosen))

@@ -1,7 +1,10 @@
-"""Attention of whole windows by tile instructions: scores and weighted values are bf16 products summed in float32.
+"""Attention of whole windows in bf16: scores and weighted values are products of pairs summed in float32.
+
+Tile instructions multiply where the processor has them, else those of vectors (`bfloat_dots.py`) on the same layout.
 
 A unit of work is a window of 64 tokens and a key-value head. Keys and values are taken SPAN positions at a time,
-turned into tiles once, and used by all the window's queries. A thread's scratch holds, in this order:
+turned into tiles once, and used by all the window's queries; int8 keys are read as they are without tile instructions
+(`byte_scores.py`). A thread's scratch holds, in this order:
 
     keys     bf16 tiles (SPAN / 16, head_dim / 32): row d/2 holds for 16 positions the pair d, d+1
     values   bf16 tiles (SPAN / 32, head_dim / 16): row p/2 holds for 16 dimensions the pair of positions p, p+1
@@ -26,6 +29,8 @@ from edgert.backends.cpu.kernels.amx import (
     store_tile,
     zero_tile,
 )
+from edgert.backends.cpu.kernels.bfloat_dots import bfloat_halves, score_by_dots, weigh_by_dots
+from edgert.backends.cpu.kernels.byte_scores import round_queries, score_bytes, suits
 from edgert.backends.cpu.kernels.hadamard import hadamard
 from edgert.backends.cpu.kernels.packed import key_tiles, value_tiles
 from edgert.backends.cpu.layouts import ATTENTION_SPAN as SPAN
@@ -44,7 +49,7 @@ ARGUMENTS = (
     "values",
     "page_stride",  # bytes from a page to the next
     "window",
-    "out",  # bf16 tiles (n_rows / 16, n_head * head_dim / 32)
+    "out",  # bf16 tiles (n_rows / 16, n_head * head_dim / 32), or without tile instructions float32 rows
     "scratch",
     "scratch_stride",
     "softcap",  # float32 bits: what scores are capped at
@@ -71,20 +76,25 @@ def build(
     group = heads // heads_kv
     q_tiles, v_tiles = dim // 32, dim // 16
     per_query_tile = (q_tiles + v_tiles) * TILE + 128
-    tiles_across = heads * dim // 32
+    # Bytes of the output from 16 tokens to the next, and from a head to the next.
+    out_tokens, out_head = (heads * dim * 32, dim * 32) if isa.tiles else (heads * dim * 64, dim * 4)
 
-    configure = emitted(isa, 1, configure_tiles)
-    release = emitted(isa, 0, release_tiles)
+    configure = emitted(isa, 1, configure_tiles if isa.tiles else lambda *_: None)
+    release = emitted(isa, 0, release_tiles if isa.tiles else lambda *_: None)
     kinds = CACHE_TYPES[type_k], CACHE_TYPES[type_v]
     head_bytes = kinds[0].page_bytes(dim) + kinds[1].page_bytes(dim)
     convert_page = emitted(isa, 4, lambda e, *a: _convert_page(e, kinds, dim, *a))
     convert_first = emitted(isa, 3, lambda e, *a: key_tiles(e, kinds[0], dim, *a)) if kinds[0].refined else convert_page
     refined = kinds[0].refined
-    start = emitted(isa, 3, lambda e, *a: _start(e, dim, *a))
-    score = emitted(isa, 4, lambda e, *a: _score(e, q_tiles, *a))
+    most_parts = 1 if isa.tiles else group
+    start = emitted(isa, 3, lambda e, *a: _start(e, kinds[0], dim, *a))
+    multiply = _score if isa.tiles else score_by_dots
+    score = emitted(isa, 4, lambda e, *a: multiply(e, q_tiles, *a))
+    if _by_bytes(isa, kinds[0]):
+        score = emitted(isa, 4, lambda e, *a: score_bytes(e, dim, *a))
     soften = emitted(isa, 9, lambda e, *a: _soften(e, v_tiles, capped == "yes", *a))
-    weigh = emitted(isa, 4, lambda e, *a: _weigh(e, v_tiles, *a))
-    finish = emitted(isa, 3, lambda e, *a: _finish(e, dim, kinds[1].rotated, sinks == "yes", *a))
+    weigh = emitted(isa, 4, lambda e, *a: (_weigh if isa.tiles else weigh_by_dots)(e, v_tiles, *a))
+    finish = emitted(isa, 3, lambda e, *a: _finish(e, dim, heads, kinds[1].rotated, sinks == "yes", *a))
 
     def attention(thread, n_threads, a):
         n_units = word(word(a, 2), 0) // WINDOW * heads_kv
@@ -95,14 +105,18 @@ def build(
         weights = scores + SPAN // 16 * TILE
         queries = weights + SPAN // 32 * TILE
         configure(keys_at - 64)
-        unit = n_units - 1 - thread  # later windows see more keys: they start first
+        # Where there are few units the heads of a group are taken apart, though each part converts the keys again.
+        parts = min(most_parts, (4 * n_threads - 1) // max(1, n_units) + 1)
+        unit = n_units * parts - 1 - thread  # later windows see more keys: they start first
         while unit >= 0:
-            row = unit // heads_kv * WINDOW
-            head = unit % heads_kv
+            row = unit // (heads_kv * parts) * WINDOW
+            head = unit // parts % heads_kv
+            part = unit % parts
+            first_tile, last_tile = 4 * (group * part // parts), 4 * (group * (part + 1) // parts)
             position = word(word(a, 3), row)
             pages = word(a, 5) + word(word(a, 4), row) * word(a, 6) * 4
             inner = head * head_bytes
-            for tile in range(4 * group):
+            for tile in range(first_tile, last_tile):
                 g, t = tile // 4, row + tile % 4 * 16
                 q = word(a, 0) + t * word(a, 1) + (head * group + g) * dim * 4
                 start(q, word(a, 1), queries + tile * per_query_tile)
@@ -117,7 +131,7 @@ def build(
                     if refined and base + j == 0:
                         rest = word(a, 7) + int32_at(pages, -1) * word(a, 9) + inner
                         convert_first(word(a, 7) + offset, keys_at, rest)
-                for tile in range(4 * group):
+                for tile in range(first_tile, last_tile):
                     first = position + tile % 4 * 16  # the tile's first query
                     seen = min(n_pages, (first + 16 - base + 31) // 32 * 2)
                     if seen <= 0:
@@ -129,15 +143,19 @@ def build(
                     soften(scores, weights, query + q_tiles * TILE, seen, base, first, window, 1 if masks else 0,
                            word(a, 14))  # fmt: skip
                     weigh(weights, values_at, query + q_tiles * TILE, seen // 2)
-            for tile in range(4 * group):
+            for tile in range(first_tile, last_tile):
                 g, t = tile // 4, row + tile % 4 * 16
-                column = (head * group + g) * q_tiles
-                out = word(a, 11) + (t // 16 * tiles_across + column) * TILE
+                out = word(a, 11) + t // 16 * out_tokens + (head * group + g) * out_head
                 finish(queries + tile * per_query_tile + q_tiles * TILE, out, word(a, 15) + (head * group + g) * 4)
             unit -= n_threads
         release()
 
     return attention
+
+
+def _by_bytes(isa: Isa, keys: CacheType) -> bool:
+    """Whether keys are multiplied as they are held, by int8 dot products."""
+    return not isa.tiles and suits(keys)
 
 
 def _convert_page(
@@ -150,7 +168,9 @@ def _convert_page(
     value_rows: Value,
 ) -> None:
     """16 positions of a head -> their rows of the key tiles and of the value tiles."""
-    if kinds[0].is_packed:
+    if _by_bytes(e.isa, kinds[0]):
+        e.store(key, key_rows)
+    elif kinds[0].is_packed:
         key_tiles(e, kinds[0], dim, key, key_rows)
     else:
         with e.loop(0, dim // 2) as pair:
@@ -167,18 +187,25 @@ def _convert_page(
                 e.store(both, value_rows, e.add(e.mul(d, TILE), 64 * pair))
 
 
-def _start(e: Emitter, dim: int, q: Value, stride: Value, query: Value) -> None:
-    """16 queries -> bf16 tiles, times log2(e); results, maxima and sums begin at nothing."""
-    factor = e.const(e.vf, LOG2_E)
-    with e.loop(0, 16) as row:
-        for k in range(dim // 16):
-            value = e.b.fmul(e.load(e.vf, e.add(q, e.b.mul(stride, row)), 64 * k), factor)
-            e.store(to_bfloat(e, value), query, e.add(e.mul(row, 64), k // 2 * TILE + k % 2 * 32))
+def _start(e: Emitter, kind: CacheType, dim: int, q: Value, stride: Value, query: Value) -> None:
+    """16 queries, times log2(e), as keys of that kind want them; results, maxima and sums begin at nothing."""
+    if _by_bytes(e.isa, kind):
+        round_queries(e, kind, dim, LOG2_E, q, stride, query)
+    else:
+        _query_tiles(e, dim, q, stride, query)
     results = e.add(query, dim // 32 * TILE)
     with e.loop(0, dim // 16 * 16) as line:
         e.store(e.zero(e.vf), results, e.mul(line, 64))
     e.store(e.const(e.vf, NOTHING), results, dim // 16 * TILE)
     e.store(e.zero(e.vf), results, dim // 16 * TILE + 64)
+
+
+def _query_tiles(e: Emitter, dim: int, q: Value, stride: Value, query: Value) -> None:
+    factor = e.const(e.vf, LOG2_E)
+    with e.loop(0, 16) as row:
+        for k in range(dim // 16):
+            value = e.b.fmul(e.load(e.vf, e.add(q, e.b.mul(stride, row)), 64 * k), factor)
+            e.store(to_bfloat(e, value), query, e.add(e.mul(row, 64), k // 2 * TILE + k % 2 * 32))
 
 
 def _score(e: Emitter, q_tiles: int, query: Value, keys: Value, scores: Value, n_pages: Value) -> None:
@@ -240,10 +267,14 @@ def _soften(
         part = e.var(e.zero(e.vf))
         out = e.add(weights, e.mul(row, 64))
         with e.loop(0, n_pages, 2) as j:
+            both = []
             for i in range(2):
-                weight = _power(e, e.b.fsub(e.load(e.vf, line, e.mul(e.add(j, i), TILE)), shift))
-                part.set(e.b.fadd(part.get(), weight))
-                e.store(to_bfloat(e, weight), out, e.add(e.mul(j, TILE // 2), 32 * i))
+                both.append(_power(e, e.b.fsub(e.load(e.vf, line, e.mul(e.add(j, i), TILE)), shift)))
+                part.set(e.b.fadd(part.get(), both[i]))
+                if e.isa.tiles:
+                    e.store(to_bfloat(e, both[i]), out, e.add(e.mul(j, TILE // 2), 32 * i))
+            if not e.isa.tiles:
+                e.store(bfloat_halves(e, *both), out, e.mul(j, TILE // 2))
         factor = _power(e, e.splat(e.b.fsub(before, after)))
         scalar = e.b.extract_element(factor, ir.Constant(I32, 0))
         sum_at = e.add(at, 64)
@@ -297,8 +328,10 @@ def _weigh(e: Emitter, v_tiles: int, weights: Value, values: Value, results: Val
             store_tile(e, c, e.at(e.add(results, at), c * TILE))
 
 
-def _finish(e: Emitter, dim: int, rotated: bool, sinks: bool, results: Value, out: Value, sink: Value) -> None:
-    """results / sums -> bf16 tiles of the output, turned back where values are rotated."""
+def _finish(
+    e: Emitter, dim: int, heads: int, rotated: bool, sinks: bool, results: Value, out: Value, sink: Value
+) -> None:
+    """results / sums -> the output, turned back where values are rotated."""
     state = e.add(results, dim // 16 * TILE)
     with e.loop(0, 16) as row:
         total = e.load(F32, state, e.add(e.mul(row, 4), 64))
@@ -311,4 +344,7 @@ def _finish(e: Emitter, dim: int, rotated: bool, sinks: bool, results: Value, ou
         line = e.mul(row, 64)
         values = [e.b.fmul(e.load(e.vf, results, e.add(line, d * TILE)), scale) for d in range(dim // 16)]
         for d, value in enumerate(hadamard(e, values) if rotated else values):
-            e.store(to_bfloat(e, value), out, e.add(line, d // 2 * TILE + d % 2 * 32))
+            if e.isa.tiles:
+                e.store(to_bfloat(e, value), out, e.add(line, d // 2 * TILE + d % 2 * 32))
+            else:
+                e.store(value, out, e.add(e.mul(row, heads * dim * 4), 64 * d))

@@ -37,6 +37,23 @@ def _offset(e: Emitter, kind: CacheType) -> int:
     return kind.offset if kind.bits == 4 or e.isa.dot == "vnni" else 0
 
 
+def round_block(e: Emitter, kind: CacheType, query: Value, codes: Value, words: Value, factor: float = 1.0) -> None:
+    """32 values of a query -> int8; its words are their scale, times `factor`, and -offset * their sum."""
+    values = [e.load(e.vf, query, 4 * i) for i in range(0, BLOCK, e.lanes)]
+    largest = e.zero(e.vf)
+    for value in values:
+        largest = e.maximum(largest, e.fabs(value))
+    scale = e.b.fmul(e.reduce(largest, e.maximum), e.const(F32, 1.0 / 127.0))
+    shares = e.splat(inverse(e, scale))
+    total = e.zero(e.vi)
+    for i, value in enumerate(values):
+        integers = e.round(e.b.fmul(value, shares))
+        total = e.b.add(total, integers)
+        e.store(e.b.trunc(integers, ir.VectorType(I8, e.lanes)), codes, i * e.lanes)
+    e.store(scale if factor == 1.0 else e.b.fmul(scale, e.const(F32, factor)), words)
+    e.store(e.b.mul(e.reduce(total, e.b.add), ir.Constant(I32, -_offset(e, kind))), words, 4)
+
+
 class PackedKeys:
     """Scores of a few queries with the keys of a page.
 
@@ -52,24 +69,8 @@ class PackedKeys:
         for r, query in enumerate(queries):
             out = e.add(self._at, r * self._stride)
             with e.loop(0, self._n_blocks) as block:
-                self._round(e, e.add(query, e.mul(block, 4 * BLOCK)), e.add(out, e.mul(block, BLOCK)),
+                round_block(e, kind, e.add(query, e.mul(block, 4 * BLOCK)), e.add(out, e.mul(block, BLOCK)),
                             e.add(out, dim, e.mul(block, 8)))  # fmt: skip
-
-    def _round(self, e: Emitter, query: Value, codes: Value, words: Value) -> None:
-        values = [e.load(e.vf, query, 4 * i) for i in range(0, BLOCK, e.lanes)]
-        largest = e.zero(e.vf)
-        for value in values:
-            largest = e.maximum(largest, e.fabs(value))
-        scale = e.b.fmul(e.reduce(largest, e.maximum), e.const(F32, 1.0 / 127.0))
-        factor = e.splat(inverse(e, scale))
-        total = e.zero(e.vi)
-        for i, value in enumerate(values):
-            integers = e.round(e.b.fmul(value, factor))
-            total = e.b.add(total, integers)
-            e.store(e.b.trunc(integers, ir.VectorType(I8, e.lanes)), codes, i * e.lanes)
-        e.store(scale, words)
-        offset = e.b.mul(e.reduce(total, e.b.add), ir.Constant(I32, -_offset(e, self._kind)))
-        e.store(offset, words, 4)
 
     def scores(self, e: Emitter, page: Value, vector: int, ahead: Value | None = None) -> list[Value]:
         """q . k with `lanes` positions of the page, from vector * lanes on: a vector for each query.
