@@ -67,7 +67,7 @@ class Graph:
         self.architecture, self.weights, self.cache, self.isa, self.n_threads = a, weights, cache, isa, n_threads
         floats = {matrix.codec for matrix in weights.matrices() if CODECS[matrix.codec].is_float}
         self.tiles = isa.tiles and floats <= {"bf16"}
-        self.bfloat = self.tiles or (isa.bfloat and not isa.tiles and not floats)
+        self.bfloat = isa.bfloat and not isa.tiles and not floats
         self.tile_head = self.tiles and tile_head
         rows = n_batch + SPARE
         arena = self.arena = Arena(ARENA_BYTES)

@@ -194,6 +194,11 @@ class CacheType:
     def is_packed(self) -> bool:
         return self.bits < 16
 
+    @property
+    def is_bytes(self) -> bool:
+        """Whether keys are bytes that say all of them."""
+        return self.bits == 8 and not self.refined
+
     def page_bytes(self, head_dim: int) -> int:
         """Bytes of one head's keys, or values, of one page."""
         scales = head_dim // BLOCK * PAGE * 2 if self.is_packed else 0

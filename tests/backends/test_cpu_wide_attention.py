@@ -24,28 +24,23 @@ CHOSEN = [name for name in isa.available() if isa.select(name).bfloat and not is
 pytestmark = pytest.mark.skipif(not CHOSEN, reason="this processor multiplies no pairs of bf16 in vectors")
 
 
-def pages_of(kind: str, keys: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[NDArray[np.uint8], int]:
-    """Keys and values (n, dim) of a head as pages, and where the values begin; both arrays become what is held."""
-    n, dim = keys.shape
-    keys_by_page, values_by_page = keys.reshape(-1, PAGE, dim), values.reshape(-1, PAGE, dim)
+def pages_of(rows: NDArray[np.float64], kind: str, is_key: bool) -> NDArray[np.uint8]:
+    """Keys or values (n, dim) of a head, page by page; they become what is held of them."""
+    n_pages, dim = len(rows) // PAGE, rows.shape[1]
     if kind == "f16":
-        held = [keys_by_page.transpose(0, 2, 1), values_by_page]
-        parts = [part.astype(np.float16).reshape(n // PAGE, -1).view(np.uint8) for part in held]
-    else:
-        parts = []
-        for is_key, rows in ((True, keys_by_page), (False, values_by_page)):
-            blocks = rows.reshape(-1, PAGE, dim // BLOCK, BLOCK)
-            scales = (np.abs(blocks).max(-1) / 127).astype(np.float16)
-            codes = np.rint(blocks / scales[..., None]).astype(np.int64)
-            blocks[:] = codes * scales[..., None].astype(np.float64)
-            stored = (codes + 128).astype(np.uint8)
-            if is_key:  # page, block, four dimensions, position
-                stored = stored.reshape(-1, PAGE, dim // 4, 4).transpose(0, 2, 1, 3)
-            else:  # page, four positions, dimension
-                stored = stored.reshape(-1, PAGE // 4, 4, dim).transpose(0, 1, 3, 2)
-            by_block = np.ascontiguousarray(scales.transpose(0, 2, 1)).reshape(n // PAGE, -1).view(np.uint8)
-            parts.append(np.concatenate([stored.reshape(n // PAGE, -1), by_block], 1))
-    return np.concatenate(parts, 1), parts[0].shape[1]
+        rows[:] = rows.astype(np.float16)
+        return rows.astype(np.float16).reshape(n_pages, -1).view(np.uint8)
+    blocks = rows.reshape(n_pages, PAGE, dim // BLOCK, BLOCK)
+    scales = (np.abs(blocks).max(-1) / 127).astype(np.float16)
+    codes = np.rint(blocks / scales[..., None]).astype(np.int64)
+    blocks[:] = codes * scales[..., None].astype(np.float64)
+    stored = (codes + 128).astype(np.uint8)
+    if is_key:  # page, four dimensions, position
+        stored = stored.reshape(n_pages, PAGE, dim // 4, 4).transpose(0, 2, 1, 3)
+    else:  # page, four positions, dimension
+        stored = stored.reshape(n_pages, PAGE // 4, 4, dim).transpose(0, 1, 3, 2)
+    by_block = np.ascontiguousarray(scales.transpose(0, 2, 1)).reshape(n_pages, -1).view(np.uint8)
+    return np.concatenate([stored.reshape(n_pages, -1), by_block], 1)
 
 
 def expected(
@@ -62,7 +57,7 @@ def expected(
 
 
 @pytest.mark.parametrize(
-    ("heads", "heads_kv", "dim", "kind", "begin", "window", "cap"),
+    ("heads", "heads_kv", "dim", "type_v", "begin", "window", "cap"),
     [
         (3, 1, 64, "q8_0", 0, 0, 0.0),
         (6, 2, 64, "q8_0", 576, 0, 0.0),
@@ -73,14 +68,16 @@ def expected(
 )
 @pytest.mark.parametrize("name", CHOSEN)
 def test_windows(
-    name: str, heads: int, heads_kv: int, dim: int, kind: str, begin: int, window: int, cap: float
+    name: str, heads: int, heads_kv: int, dim: int, type_v: str, begin: int, window: int, cap: float
 ) -> None:
     """Two windows of one sequence, whose pages lie in no order; threads change no bit."""
     chosen: Isa = isa.select(name)
     rng = np.random.default_rng(0)
     n_rows, end = 2 * WINDOW, begin + 2 * WINDOW
     keys, values = (rng.standard_normal((heads_kv, end, dim)) for _ in range(2))
-    pages, values_at = zip(*(pages_of(kind, k, v) for k, v in zip(keys, values, strict=True)), strict=True)
+    pages = []
+    for k, v in zip(keys, values, strict=True):
+        pages += [pages_of(k, "q8_0", True), pages_of(v, type_v, False)]
     table = rng.permutation(end // PAGE).astype(np.int32)
     pool = aligned(np.concatenate(pages, 1).size).reshape(end // PAGE, -1)
     pool[table] = np.concatenate(pages, 1)
@@ -90,7 +87,7 @@ def test_windows(
     scratch = aligned(5 * stride)
     capped = {"capped": "yes"} if cap else {}
     kernel_name = compiler.name_of(
-        "attention_tiles", n_head=heads, n_head_kv=heads_kv, head_dim=dim, type_k=kind, type_v=kind, **capped
+        "attention_tiles", n_head=heads, n_head_kv=heads_kv, head_dim=dim, type_k="q8_0", type_v=type_v, **capped
     )
     kernel = Kernel(compiler.addresses([kernel_name], chosen)[kernel_name])
     results = []
@@ -98,8 +95,8 @@ def test_windows(
         out = np.full((n_rows, heads, dim), np.nan, np.float32)
         arguments = np.array(
             [q.ctypes.data, q.strides[0], count.ctypes.data, positions.ctypes.data, slots.ctypes.data,
-             table.ctypes.data, len(table), pool.ctypes.data, pool.ctypes.data + values_at[0], pool.strides[0], window,
-             out.ctypes.data, scratch.ctypes.data, stride, float_bits(cap), 0], np.int64,
+             table.ctypes.data, len(table), pool.ctypes.data, pool.ctypes.data + pages[0].shape[1], pool.strides[0],
+             window, out.ctypes.data, scratch.ctypes.data, stride, float_bits(cap), 0], np.int64,
         )  # fmt: skip
         for thread in range(n_threads):
             kernel(thread, n_threads, arguments.ctypes.data)

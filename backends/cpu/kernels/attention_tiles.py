@@ -1,10 +1,10 @@
 """Attention of whole windows in bf16: scores and weighted values are products of pairs summed in float32.
 
-Tile instructions multiply where the processor has them, else those of vectors (`bfloat_dots.py`) on the same layout.
+Tile instructions multiply where the processor has them. Without, vectors of pairs do so with the values' tiles
+(`bfloat_dots.py`), and keys, which must be int8, are multiplied as they are (`byte_scores.py`).
 
 A unit of work is a window of 64 tokens and a key-value head. Keys and values are taken SPAN positions at a time,
-turned into tiles once, and used by all the window's queries; int8 keys are read as they are without tile instructions
-(`byte_scores.py`). A thread's scratch holds, in this order:
+turned into tiles once, and used by all the window's queries. A thread's scratch holds, in this order:
 
     keys     bf16 tiles (SPAN / 16, head_dim / 32): row d/2 holds for 16 positions the pair d, d+1
     values   bf16 tiles (SPAN / 32, head_dim / 16): row p/2 holds for 16 dimensions the pair of positions p, p+1
@@ -29,8 +29,8 @@ from edgert.backends.cpu.kernels.amx import (
     store_tile,
     zero_tile,
 )
-from edgert.backends.cpu.kernels.bfloat_dots import bfloat_halves, score_by_dots, weigh_by_dots
-from edgert.backends.cpu.kernels.byte_scores import round_queries, score_bytes, suits
+from edgert.backends.cpu.kernels.bfloat_dots import bfloat_halves, weigh_by_dots
+from edgert.backends.cpu.kernels.byte_scores import round_queries, score_bytes
 from edgert.backends.cpu.kernels.hadamard import hadamard
 from edgert.backends.cpu.kernels.packed import key_tiles, value_tiles
 from edgert.backends.cpu.layouts import ATTENTION_SPAN as SPAN
@@ -71,7 +71,7 @@ def build(
     capped: str = "no",
     sinks: str = "no",
 ) -> Callable[[int, int, int], None]:
-    """A kernel for one shape of heads; head_dim is a multiple of 32."""
+    """A kernel for one shape of heads; head_dim is a multiple of 32, and type_k without tile instructions of bytes."""
     heads, heads_kv, dim = int(n_head), int(n_head_kv), int(head_dim)
     group = heads // heads_kv
     q_tiles, v_tiles = dim // 32, dim // 16
@@ -88,10 +88,7 @@ def build(
     refined = kinds[0].refined
     most_parts = 1 if isa.tiles else group
     start = emitted(isa, 3, lambda e, *a: _start(e, kinds[0], dim, *a))
-    multiply = _score if isa.tiles else score_by_dots
-    score = emitted(isa, 4, lambda e, *a: multiply(e, q_tiles, *a))
-    if _by_bytes(isa, kinds[0]):
-        score = emitted(isa, 4, lambda e, *a: score_bytes(e, dim, *a))
+    score = emitted(isa, 4, lambda e, *a: _score(e, q_tiles, *a) if isa.tiles else score_bytes(e, dim, *a))
     soften = emitted(isa, 9, lambda e, *a: _soften(e, v_tiles, capped == "yes", *a))
     weigh = emitted(isa, 4, lambda e, *a: (_weigh if isa.tiles else weigh_by_dots)(e, v_tiles, *a))
     finish = emitted(isa, 3, lambda e, *a: _finish(e, dim, heads, kinds[1].rotated, sinks == "yes", *a))
@@ -153,11 +150,6 @@ def build(
     return attention
 
 
-def _by_bytes(isa: Isa, keys: CacheType) -> bool:
-    """Whether keys are multiplied as they are held, by int8 dot products."""
-    return not isa.tiles and suits(keys)
-
-
 def _convert_page(
     e: Emitter,
     kinds: tuple[CacheType, CacheType],
@@ -168,7 +160,7 @@ def _convert_page(
     value_rows: Value,
 ) -> None:
     """16 positions of a head -> their rows of the key tiles and of the value tiles."""
-    if _by_bytes(e.isa, kinds[0]):
+    if not e.isa.tiles:
         e.store(key, key_rows)
     elif kinds[0].is_packed:
         key_tiles(e, kinds[0], dim, key, key_rows)
@@ -188,11 +180,11 @@ def _convert_page(
 
 
 def _start(e: Emitter, kind: CacheType, dim: int, q: Value, stride: Value, query: Value) -> None:
-    """16 queries, times log2(e), as keys of that kind want them; results, maxima and sums begin at nothing."""
-    if _by_bytes(e.isa, kind):
-        round_queries(e, kind, dim, LOG2_E, q, stride, query)
-    else:
+    """16 queries, times log2(e), as bf16 tiles or int8; results, maxima and sums begin at nothing."""
+    if e.isa.tiles:
         _query_tiles(e, dim, q, stride, query)
+    else:
+        round_queries(e, kind, dim, LOG2_E, q, stride, query)
     results = e.add(query, dim // 32 * TILE)
     with e.loop(0, dim // 16 * 16) as line:
         e.store(e.zero(e.vf), results, e.mul(line, 64))

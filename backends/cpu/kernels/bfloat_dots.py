@@ -49,41 +49,32 @@ def bfloat_halves(e: Emitter, first: Value, second: Value) -> Value:
 
 
 @contextmanager
-def _sums(e: Emitter, out: Value, apart: int, fresh: bool) -> Iterator[list[list[Var]]]:
-    """[row][tile]: what stands at `out` (or zeros), which is put back in the end."""
-    places = [[e.add(out, tile * apart + 64 * row) for tile in range(SIDE_BY_SIDE)] for row in range(ROWS)]
-    sums = [[e.var(e.zero(e.vf) if fresh else e.load(e.vf, place)) for place in two] for two in places]
+def _sums(e: Emitter, out: Value) -> Iterator[list[list[Var]]]:
+    """[row][tile]: what stands at `out`, which is put back in the end."""
+    places = [[e.add(out, tile * TILE + 64 * row) for tile in range(SIDE_BY_SIDE)] for row in range(ROWS)]
+    sums = [[e.var(e.load(e.vf, place)) for place in two] for two in places]
     yield sums
     for two, held in zip(places, sums, strict=True):
         for place, total in zip(two, held, strict=True):
             e.store(total.get(), place)
 
 
-def _add_products(e: Emitter, sums: list[list[Var]], rows: Value, columns: Value, apart: int) -> None:
-    """The products of rows of pairs and of columns, whose second tile is `apart` bytes from the first."""
+def _add_products(e: Emitter, sums: list[list[Var]], rows: Value, columns: Value) -> None:
+    """The products of rows of pairs and of two tiles of columns."""
     with e.loop(0, PAIRS, UNROLLED) as pair:
         at, line = e.add(rows, e.mul(pair, 4)), e.add(columns, e.mul(pair, 64))
         for i in range(UNROLLED):
-            vectors = [e.load(e.vi, line, tile * apart + 64 * i) for tile in range(SIDE_BY_SIDE)]
+            vectors = [e.load(e.vi, line, tile * TILE + 64 * i) for tile in range(SIDE_BY_SIDE)]
             for row, held in enumerate(sums):
                 both = e.broadcast(I32, at, 64 * row + 4 * i)
                 for total, vector in zip(held, vectors, strict=True):
                     total.set(dot_pairs(e, total.get(), both, vector))
 
 
-def score_by_dots(e: Emitter, q_tiles: int, query: Value, keys: Value, scores: Value, n_pages: Value) -> None:
-    """Scores of 16 queries with some pages, an even number."""
-    with e.loop(0, 16, ROWS) as row, e.loop(0, n_pages, SIDE_BY_SIDE) as j:
-        line = e.mul(row, 64)
-        with _sums(e, e.add(scores, line, e.mul(j, TILE)), TILE, fresh=True) as sums, e.loop(0, q_tiles) as k:
-            page = e.add(keys, e.mul(e.add(e.mul(j, q_tiles), k), TILE))
-            _add_products(e, sums, e.add(query, line, e.mul(k, TILE)), page, q_tiles * TILE)
-
-
 def weigh_by_dots(e: Emitter, v_tiles: int, weights: Value, values: Value, results: Value, n_pairs: Value) -> None:
     """results += weights . values, n_pairs of pages."""
     with e.loop(0, 16, ROWS) as row, e.loop(0, v_tiles, SIDE_BY_SIDE) as d:
         line = e.mul(row, 64)
-        with _sums(e, e.add(results, line, e.mul(d, TILE)), TILE, fresh=False) as sums, e.loop(0, n_pairs) as k:
+        with _sums(e, e.add(results, line, e.mul(d, TILE))) as sums, e.loop(0, n_pairs) as k:
             tile = e.add(values, e.mul(e.add(e.mul(k, v_tiles), d), TILE))
-            _add_products(e, sums, e.add(weights, line, e.mul(k, TILE)), tile, TILE)
+            _add_products(e, sums, e.add(weights, line, e.mul(k, TILE)), tile)

@@ -1,4 +1,4 @@
-"""Scores of 16 queries with pages of int8 keys, for processors whose int8 dot products are twice as fast as bf16's.
+"""Scores of 16 queries with pages of int8 keys by vector instructions, whose int8 products are twice as fast as bf16's.
 
 Where `attention_tiles.py` has bf16 tiles this has, in the same room, for keys only the pages' addresses, and for 16
 queries their int8 (16, head_dim), then for each query and block of 32 dimensions what `packed.round_block` says of it.
@@ -12,11 +12,6 @@ from edgert.backends.cpu.simd import F32, I32, I64, Emitter, Value
 
 ROWS, PAGES = 4, 2  # queries and pages whose sums and totals stand in registers
 WORDS = 8  # bytes of a block's
-
-
-def suits(kind: CacheType) -> bool:
-    """Whether keys are held as bytes, and all of them alike."""
-    return kind.bits == 8 and not kind.refined
 
 
 def round_queries(e: Emitter, kind: CacheType, dim: int, factor: float, q: Value, stride: Value, query: Value) -> None:
