@@ -14,6 +14,7 @@ from test_speculation import CHEAP, Chancy, speculating
 from edgert.backends.base import Batch
 from edgert.speculation import Speculator
 from edgert.speculation.crowd import Crowd, Ways
+from edgert.speculation.draft_model import DraftModel
 from edgert.speculation.economics import Costs
 
 
@@ -49,6 +50,44 @@ def test_what_pays_is_found_anew() -> None:
     for gain, wanted in ((0.7, False), (1.5, True), (0.7, False)):
         share_of_guessing(ways, gain, 12_000)
         assert ways.guessing is wanted
+
+
+def share_beside_others(gain: float, steps: int, seed: int) -> float:
+    """The same on a machine that others keep busy for a while, again and again."""
+    draw, ways, guessing, slow, left = random.Random(seed), Ways(), 0, 1.0, 0
+    for _ in range(steps):
+        if not left:
+            slow, left = draw.choice([1, 1, 1, 1.5, 3]), draw.randrange(5, 60)
+        left -= 1
+        way = ways.now()
+        guessing += way
+        tokens = draw.choice([8, 12, 16]) if way else 8
+        ways.learn(tokens, slow * tokens / (gain if way else 1.0) * draw.uniform(0.9, 1.2))
+    return guessing / steps
+
+
+@pytest.mark.parametrize(("gain", "least", "most"), [(0.8, 0, 0.03), (0.9, 0, 0.05), (0.97, 0, 0.1), (1.2, 0.9, 1)])
+def test_a_busy_machine_does_not_make_the_choice(gain: float, least: float, most: float) -> None:
+    shares = [share_beside_others(gain, 3000, seed) for seed in range(20)]
+    assert least <= sum(shares) / len(shares) <= most
+
+
+@pytest.mark.parametrize(
+    ("rows_cost", "draft_seconds", "tried"), [(0.02, 0.05, True), (0.6, 0.05, False), (0.02, 0.9, False)]
+)
+def test_a_draft_that_cannot_pay_by_what_is_known_is_not_tried(
+    rows_cost: float, draft_seconds: float, tried: bool
+) -> None:
+    speculator = Speculator(64, 8, Costs([1 + rows_cost * n for n in range(40)]), DraftModel(Chancy(n_ctx=64)))
+    for steps in (1, 2, 3, 4) * 40:
+        speculator.draft_cost.learn(steps, steps * draft_seconds)
+    crowd = Crowd(speculator)
+    assert crowd._may_pay(4) is tried
+    for _ in range(200):
+        speculator.draft_cost.learn(4, 4 * 0.01)
+    assert crowd._may_pay(4) is tried  # asked anew now and then
+    crowd._n_rounds += 64
+    assert crowd._may_pay(4) is (rows_cost < 0.5)
 
 
 def test_another_number_of_requests_begins_with_what_is_known() -> None:

@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgert.backends.base import Stakes
 from edgert.errors import EdgertError
@@ -27,21 +28,26 @@ SPREAD = 64  # steps of a reply, about, which pay for what the draft has read of
 class Ways:
     """Whether steps of so many requests make more tokens a second with guesses or without; both are measured.
 
-    The worse way is tried again for some steps, ever more seldom as long as it stays the worse one.
+    The worse way is tried again for some steps, ever more seldom as long as it stays the worse one. Meanwhile both take
+    turns: what a busy machine does to one of them it does to the other, and to take what was measured before for what
+    would be now made the choice one of chance.
 
     guessing:  which is believed to be the better way
     """
 
-    TRIAL, FEW = 12, 4  # steps of a trial, and those after which a hopeless one ends
+    TURN, PAIRS = 3, 4  # steps of one way after another in a trial, and pairs of such turns
+    FEW = 2  # pairs after which a hopeless trial ends
     FIRST, LONGEST = 64, 2048  # steps from one trial to the next
-    GAIN = 1.02  # times as many tokens a second guesses must make to be worth it
+    GAIN = 1.04  # times as many tokens a second guesses must make to be worth it
     CLEAR = 0.9  # times the better way's rate: a way below that is tried more seldom
     MEMORY = 0.98
 
     def __init__(self, guessing: bool = False, pause: int = FIRST) -> None:
         self.guessing = guessing
         self._pause, self._wait = pause, 0
-        self._left = 0  # steps of the present trial
+        self._trial = -1  # steps of the present trial so far; -1: there is none
+        self._won = 0  # its pairs in which what is tried was better
+        self._pair, self._all = np.zeros((2, 2)), np.zeros((2, 2))  # of it by way: tokens and seconds
         self._tokens, self._seconds = [0.0, 0.0], [0.0, 0.0]  # of late, without guesses and with
         self._n = [0, 0]  # steps of each way since the other was on
 
@@ -53,7 +59,7 @@ class Ways:
 
     def now(self) -> bool:
         """Whether the present step is to guess."""
-        return self.guessing != (self._left > 0)
+        return self.guessing != (self._trial >= 0 and self._trial // self.TURN % 2 == 0)
 
     def rate(self, guessing: bool) -> float:
         """Tokens a second of late; 0: not known."""
@@ -68,23 +74,40 @@ class Ways:
         self._tokens[way] = memory * self._tokens[way] + tokens
         self._seconds[way] = memory * self._seconds[way] + seconds
         self._n[way] += 1
-        if way == self.guessing:
-            self._wait -= 1
-            if self._wait <= 0 and self._n[way] >= self.TRIAL:
-                self._left, other = self.TRIAL, not way
-                self._n[other] = 0
-                self._tokens[other] /= 4
-                self._seconds[other] /= 4
+        if self._trial >= 0:
+            self._try(way, tokens, seconds)
             return
-        self._left -= 1
-        share = self.rate(way) / self.rate(not way)
-        if not self._left or (self._n[way] >= self.FEW and share < self.CLEAR**2):
-            self._left = 0
-            if (share > self.GAIN) if way else (share * self.GAIN > 1):
-                self.guessing, self._pause = way, self.FIRST
-            else:
-                self._pause = min(self._pause * (2 if share > self.CLEAR else 4), self.LONGEST)
-            self._wait = self._pause
+        self._wait -= 1
+        if self._wait <= 0 and self._n[way] >= self.TURN * self.PAIRS:
+            other = not way
+            self._trial = self._won = self._n[other] = 0
+            self._pair[:] = self._all[:] = 0.0
+            self._tokens[other] /= 4
+            self._seconds[other] /= 4
+
+    def _try(self, way: bool, tokens: int, seconds: float) -> None:
+        """Takes in a step of a trial, and decides at its end."""
+        self._pair[int(way)] += tokens, seconds
+        self._trial += 1
+        if self._trial % (2 * self.TURN):
+            return
+        self._all += self._pair
+        self._won += self._share(self._pair) > 1
+        self._pair[:] = 0.0
+        n_pairs, share, tried = self._trial // (2 * self.TURN), self._share(self._all), not self.guessing
+        if n_pairs < self.PAIRS and not (n_pairs >= self.FEW and share < self.CLEAR**2):
+            return
+        self._trial = -1
+        if (share > self.GAIN and 2 * self._won > n_pairs) if tried else share * self.GAIN > 1:
+            self.guessing, self._pause = tried, self.FIRST
+        else:
+            self._pause = min(self._pause * (2 if share > self.CLEAR else 4), self.LONGEST)
+        self._wait = self._pause
+
+    def _share(self, sums: NDArray[np.float64]) -> float:
+        """Tokens a second of the way that is tried over those of the usual one."""
+        (tried_tokens, tried_seconds), (tokens, seconds) = sums[int(not self.guessing)], sums[int(self.guessing)]
+        return float(tried_tokens * seconds / max(tokens * tried_seconds, 1e-12))
 
 
 class Crowd:
@@ -99,7 +122,9 @@ class Crowd:
         self._costs: dict[int, Costs] = {}  # by the number of requests: rows of several sequences cost otherwise
         self._ways: dict[int, Ways] = {}
         self._stakes: dict[tuple[int, bool, int, frozenset[int]], tuple[int, Stakes]] = {}
+        self._prospects: dict[int, tuple[int, bool]] = {}  # by number: when it was asked whether a draft could pay
         self._n_rounds = 0
+        self._asked = self._drafting = False  # in the present step: whether there are guesses, and a draft's
         self._began = self._spent = self._lent = 0.0  # of the present step: begin, seconds of guessing and of reading
         self._owed = 0.0  # seconds in which the draft has read prompts, with a part of which each step is charged
 
@@ -126,10 +151,12 @@ class Crowd:
         speculator, n = self._speculator, len(tasks)
         self._began, self._spent, self._lent = began, 0.0, 0.0
         self._n_rounds += 1
+        self._drafting = speculator.least > 0 or self._may_pay(n)
+        self._asked = speculator.least > 0 or (self.ways(n).now() and (self._drafting or bool(speculator.texts)))
+        if not self._asked:
+            return [0] * n
         for task in tasks:
             speculator.request_of(task).begin()
-        if not (speculator.least or self.ways(n).now()):
-            return [0] * n
         began = perf_counter()
         most = speculator.most if speculator.least else max(1, min(speculator.most, LONGEST, 2 * room // n))
         chances = [self._guess(task, n, min(most, room, task.most_guesses)) for task in tasks]
@@ -145,7 +172,8 @@ class Crowd:
         request = speculator.request_of(task)
         now = request.now
         draft, ngram = request.sources["draft"], request.sources["ngram"]
-        model = speculator.model if draft.ready or speculator.least else None
+        ready = draft.ready and self._drafting and speculator.is_worth_reading(task, request)
+        model = speculator.model if ready or speculator.least else None
         search = bool(speculator.texts) and not request.unsearched and (ngram.ready or speculator.least > 0)
         request.rest(1)
         if limit < 1:
@@ -176,6 +204,25 @@ class Crowd:
             else:
                 speculator.draft_cost.learn(len(chances), now.seconds)
         return chances if now.source else []
+
+    def _may_pay(self, n: int) -> bool:
+        """Whether a draft could pay for n requests by what is known of costs and odds, if luck is with it: else it is
+        not even tried, since to be tried it reads all prompts."""
+        asked, found = self._prospects.get(n, (0, False))
+        if n in self._prospects and self._n_rounds - asked < 64:
+            return found
+        speculator, costs = self._speculator, self.costs(n)
+        if speculator.model is not None:
+            # Those that are checked are likelier than most.
+            chance = max(odds.mean for odds in speculator.draft_odds) ** 0.5
+            best, tokens = 0.0, float(n)
+            for m in range(1, min(len(costs) - n, LONGEST * n) + 1):
+                each = -(-m // n)
+                tokens += chance**each
+                best = max(best, tokens / (costs[n + m] + n * speculator.draft_cost(each)))
+            found = best > Ways.GAIN * n / costs[n]
+        self._prospects[n] = self._n_rounds, found
+        return found
 
     def _pace(self, n: int) -> float:
         """Tokens a second that n requests make without guesses."""
@@ -227,6 +274,9 @@ class Crowd:
         seconds, n, guessed = perf_counter() - self._began, len(tasks), sum(counts)
         speculator, costs, ways = self._speculator, self.costs(n), self.ways(n)
         costs.learn(n + guessed, seconds - self._spent)
+        if not self._asked:
+            ways.learn(n, seconds)
+            return
         share, pace = (costs[n + guessed] - costs[n]) / guessed if guessed else 0.0, self._pace(n)
         made = n
         for task, count in zip(tasks, counts, strict=True):

@@ -33,6 +33,7 @@ class DraftModel:
             draft: Any = backend
             self.interrupted = draft.interrupted
         self.catching_up = 3e-4  # seconds that reading a few tokens takes which it has not seen, lately
+        self._reading = 1e-5  # seconds that a token of a longer text takes, lately
         self._read = [np.zeros(backend.n_ctx, np.int32) for _ in range(backend.n_seq_max)]
         self._starts = [0] * backend.n_seq_max
         self._last: list[tuple[object, int, list[int]]] = [(None, 0, [])] * backend.n_seq_max
@@ -89,6 +90,12 @@ class DraftModel:
             self._note(sequence, tokens, n - len(pending), None, owner)
         return found
 
+    def behind(self, sequence: int, n: int, owner: object) -> float:
+        """Seconds, about, until it has read what it has missed of an owner's n tokens."""
+        last, before, _ = self._last[sequence]
+        missed = min(n if last is not owner else n - before, REACH)
+        return missed * self._reading if missed > FEW else 0.0
+
     @property
     def times(self) -> list[tuple[float, float]]:
         """Seconds that guessing and checking took in each of the latest `rounds`."""
@@ -101,8 +108,11 @@ class DraftModel:
         if pending is None:
             behind, began = n - self._starts[sequence] - self.backend.length(sequence), perf_counter()
             pending = self._catch_up(sequence, tokens, n, 2).tolist()
+            spent = perf_counter() - began
             if 2 < behind <= FEW:
-                self.catching_up += 0.1 * (min(perf_counter() - began, 2 * self.catching_up) - self.catching_up)
+                self.catching_up += 0.1 * (min(spent, 2 * self.catching_up) - self.catching_up)
+            elif behind > FEW:
+                self._reading += 0.3 * (min(spent / min(behind, REACH), 3 * self._reading) - self._reading)
         self._last[sequence] = None, 0, []
         return pending
 
