@@ -25,6 +25,7 @@ class Costs:
     """
 
     ENOUGH = 50  # steps of a size after which more say nothing new
+    TOO_DEAR = -0.5  # the logarithm of what was seen to what was believed, from which on that is no chance
     LATELY = 3  # steps of a size of which the middle one counts: a single one that was held up says nothing
 
     def __init__(self, seconds: Sequence[float], seen: float = 2.0) -> None:
@@ -86,20 +87,21 @@ class Costs:
         if n > 1:
             trust = (1 + seen) / (1 + max(self._seen))
             share = max(0.1, 1 / (1 + seen))
-            if error < 0:  # something may hold a step up, but nothing makes it quicker than it is
+            # Something may hold a step up, but nothing makes it so much quicker than it is.
+            if too_dear := error < self.TOO_DEAR:
                 share = max(share, (1 - trust) / 2)
             changed = shape[n - 1] * math.exp(share * error)
             if changed < 1.0:  # no size is cheaper than one row: it is the level that is too high
                 share, trust = 0.0, 1.0
-            self._set(n - 1, max(1.0, changed))
+            self._set(n - 1, max(1.0, changed), too_dear)
         self._level *= math.exp(trust * (1 - share) * max(0.2, 1 / (1 + self._n_steps)) * error)
 
-    def _set(self, place: int, value: float) -> None:
-        """Changes a size; what was measured with it of larger ones, and seldom seen since, becomes cheaper with it."""
+    def _set(self, place: int, value: float, with_larger: bool) -> None:
+        """Changes a size, and in proportion larger ones that were measured with it and have seldom been seen since."""
         shape, seen = self._shape, self._seen
-        factor, shape[place] = min(1.0, value / shape[place]), value
+        factor, shape[place] = value / shape[place], value
         for larger in range(place + 1, len(shape)):
-            if seen[larger] < seen[place]:
+            if with_larger and seen[larger] < seen[place]:
                 shape[larger] = max(factor * shape[larger], shape[larger - 1])
         self._straighten(place)
 
