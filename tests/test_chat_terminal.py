@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
 import pytest
 
 from edgert.folders import cache_root
@@ -38,7 +39,8 @@ class Screen:
         self.master, self.slave = pty.openpty()
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
         self.before = termios.tcgetattr(self.slave)
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("EDGERT_")}
+        others = ("EDGERT_", "COLUMNS", "LINES")  # that would say another size than the terminal has
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(others)}
         environment |= {"XDG_DATA_HOME": str(home), "HOME": str(home), "TERM": "xterm", "LC_ALL": "C.UTF-8"}
         self.child = subprocess.Popen(
             [sys.executable, *program, "chat", *arguments],
@@ -55,6 +57,7 @@ class Screen:
     def _own_terminal() -> None:
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which whatever runs in the background was started without
 
     def __enter__(self) -> Screen:
         return self
@@ -68,6 +71,14 @@ class Screen:
 
     def type(self, text: str | bytes) -> None:
         os.write(self.master, text.encode() if isinstance(text, str) else text)
+
+    def at_rest(self) -> None:
+        """Waits until the program waits: before that, Ctrl+C may come when `input` has written and not begun to read,
+        which Python hears of only with the next key."""
+        child, seen = psutil.Process(self.child.pid), 0
+        while seen < 5:
+            seen = seen + 1 if child.status() == psutil.STATUS_SLEEPING else 0
+            self.pump(0.02)
 
     def pump(self, seconds: float) -> None:
         """Takes what the chat writes, for at most so long."""
@@ -168,6 +179,7 @@ def test_a_narrow_terminal_breaks_no_words(tmp_path: Path) -> None:
 def test_a_model_that_is_not_to_be_fetched(tmp_path: Path, key: str, code: int, end: str) -> None:
     with Screen(tmp_path, program=("-m", "edgert")) as screen:
         screen.expect("from the package index? [Y/n]: ")
+        screen.at_rest()
         screen.type(key)
         screen.wait()
         assert screen.child.returncode == code

@@ -63,6 +63,8 @@ class Log:
 NEEDED = (
     "llama_get_memory",
     "llama_init_from_model",
+    "llama_memory_can_shift",
+    "llama_memory_seq_add",
     "llama_memory_seq_cp",
     "llama_memory_seq_pos_max",
     "llama_memory_seq_pos_min",
