@@ -20,6 +20,7 @@ from edgert.quantize.architecture import Architecture, Experts, Layer, describe
 from edgert.quantize.gguf_file import GGUFFile
 
 Floats = NDArray[Any]
+FLOATS = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16}
 HEAD_ROWS = 16384  # of the output matrix at a time: a large vocabulary in float32 is a gigabyte
 
 
@@ -314,13 +315,15 @@ def kl_divergence(reference: Floats, other: Floats) -> Floats:
 class ObservedReference(Reference):
     """Notes the input of every product of the reference.
 
-    int8:  multiply what is left of it in blocks of 32 bytes, as kernels without tiles do: what that alone costs
+    int8:  multiply quantized weights with what is left of it in blocks of 32 bytes, as kernels without tiles do: what
+           that alone costs
     """
 
-    def __init__(self, path: str | Path, int8: bool = False) -> None:
-        super().__init__(path)
+    def __init__(self, path: str | Path, int8: bool = False, n_ctx: int = 0) -> None:
+        super().__init__(path, n_ctx=n_ctx)
         self.seen: dict[str, np.ndarray] = {}
         seen, outer = self.seen, self
+        rounds = {tensor.name for tensor in self.tensors.values() if int8 and tensor.tensor_type not in FLOATS}
 
         class Noting(np.ndarray):
             """A weight that notes what is multiplied with its transpose."""
@@ -334,7 +337,7 @@ class ObservedReference(Reference):
                 plain = [np.asarray(x) for x in inputs]
                 if ufunc is np.matmul and isinstance(inputs[1], Noting):
                     seen[inputs[1].name] = plain[0].copy()
-                    plain[0] = in_bytes(plain[0]) if int8 else plain[0]
+                    plain[0] = in_bytes(plain[0]) if inputs[1].name in rounds else plain[0]
                 return getattr(ufunc, method)(*plain, **kwargs)
 
         def weight(name: str, rows: Any = slice(None)) -> Any:

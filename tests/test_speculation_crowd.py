@@ -52,6 +52,12 @@ def test_what_pays_is_found_anew() -> None:
         assert ways.guessing is wanted
 
 
+def test_that_guesses_pay_for_fewer_is_soon_tried_for_more() -> None:
+    ways = Ways(guessing=True, pause=Ways.LONGEST).like()
+    assert share_of_guessing(ways, 0.8, 200) < 0.25
+    assert not ways.guessing
+
+
 def share_beside_others(gain: float, steps: int, seed: int) -> float:
     """The same on a machine that others keep busy for a while, again and again."""
     draw, ways, guessing, slow, left = random.Random(seed), Ways(), 0, 1.0, 0

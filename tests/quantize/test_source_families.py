@@ -14,10 +14,11 @@ import pytest
 from checkpoint_configs import CONFIGS, TIED
 from checkpoints import logits_of, write_checkpoint
 from llama_oracle import llama_cpp_logits
-from reference import Reference, kl_divergence
+from reference import ObservedReference, Reference, kl_divergence
 
 from edgert import backends
 from edgert.backends.base import Batch
+from edgert.backends.cpu import isa
 from edgert.errors import EdgertError, RequestError
 from edgert.quantize import quantize
 from edgert.quantize.convert import convert
@@ -89,15 +90,21 @@ FEW_BITS = [name if name in ("gemma2", "gptneox") else pytest.param(name, marks=
 
 @pytest.mark.parametrize("name", FEW_BITS)
 def test_few_bits_are_near_the_same_weights_in_float(name: str, tmp_path: Path) -> None:
-    """What the kernels of quantized weights add to the types' own rounding: biases, norms and activations by tiles.
+    """What the kernels of quantized weights add to the types' own rounding: biases, norms and activations.
 
-    Where squares (nemotron) or sharp attention (smollm3) make more of it, less than what llama.cpp adds.
+    By tiles it is little; where squares (nemotron) or sharp attention (smollm3) make more of it, less than what llama.cpp
+    adds. Processors without tiles add what activations rounded to bytes alone do, as llama.cpp does.
     """
     write_checkpoint(tmp_path / "hf", name, tied=name in TIED)
     quantize(tmp_path / "hf", tmp_path / "m.gguf", budget="q8_0", calibration=(), n_threads=1)
     expected = Reference(tmp_path / "m.gguf", n_ctx=N_CTX).logits(TOKENS)
     lost = kl_divergence(expected, cpu_logits(tmp_path / "m.gguf")).mean()
-    if lost >= 1e-3:
+    if lost < 1e-3:
+        return
+    if isa.select().name != "amx":
+        rounded = ObservedReference(tmp_path / "m.gguf", int8=True, n_ctx=N_CTX).logits(TOKENS)
+        assert lost < 1.2 * kl_divergence(expected, rounded).mean()
+    else:
         assert name in ("nemotron", "smollm3")
         assert lost < 0.5 * kl_divergence(expected, llama_cpp_logits(tmp_path / "m.gguf", TOKENS)).mean()
 
