@@ -52,8 +52,10 @@ class Ways:
         self._n = [0, 0]  # steps of each way since the other was on
 
     def like(self) -> Ways:
-        """What is believed of another number of requests; that guesses pay there is soon tried, since it costs all steps
-        if it is wrong, and that they do not is as seldom as here."""
+        """What is believed of another number of requests.
+
+        That guesses pay there is soon tried, as every step loses if it is wrong; that they do not, as seldom as here.
+        """
         other = Ways(self.guessing, self.FIRST if self.guessing else self._pause)
         other._wait = 0 if self.guessing else self._pause
         return other

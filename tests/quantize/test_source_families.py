@@ -92,8 +92,8 @@ FEW_BITS = [name if name in ("gemma2", "gptneox") else pytest.param(name, marks=
 def test_few_bits_are_near_the_same_weights_in_float(name: str, tmp_path: Path) -> None:
     """What the kernels of quantized weights add to the types' own rounding: biases, norms and activations.
 
-    By tiles it is little; where squares (nemotron) or sharp attention (smollm3) make more of it, less than what llama.cpp
-    adds. Processors without tiles add what activations rounded to bytes alone do, as llama.cpp does.
+    By tiles it is little; where squares (nemotron) or sharp attention (smollm3) make more of it, less than what
+    llama.cpp adds. Processors without tiles add what activations rounded to bytes alone do, as llama.cpp does.
     """
     write_checkpoint(tmp_path / "hf", name, tied=name in TIED)
     quantize(tmp_path / "hf", tmp_path / "m.gguf", budget="q8_0", calibration=(), n_threads=1)
