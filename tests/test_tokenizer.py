@@ -356,6 +356,15 @@ def test_no_more_is_counted_than_shows_that_a_text_is_too_long(
     assert len(real.encode(text)) == n
 
 
+@pytest.mark.parametrize("text", ["word " * 20_000, "ACGT" * 17 + " ", "<|im_start|>ab\n"])
+def test_all_is_counted_of_what_takes_little_work(smollm2: Tokenizer, text: str) -> None:
+    """In pieces between special tokens and in long words too, however slow the machine is."""
+    text = (text * 5000)[:60_000]
+    with limit.at_most(10):
+        limited = smollm2.encode(text, parse_special=True)
+    assert limited == smollm2.encode(text, parse_special=True)
+
+
 def tokens_of(path: Path) -> list[str]:
     with GGUFFile.open(path) as file:
         return list(file.metadata["tokenizer.ggml.tokens"])

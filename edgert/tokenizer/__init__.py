@@ -21,6 +21,7 @@ import numpy as np
 from edgert.tokenizer import limit as limits
 from edgert.tokenizer.algorithm import Algorithm
 from edgert.tokenizer.bytepairs import ByteFallback, ByteLevel, SentencePiece
+from edgert.tokenizer.merging import STEPS
 from edgert.tokenizer.pretokenizer import Rule
 from edgert.tokenizer.specials import Specials
 from edgert.tokenizer.unigram import Unigram
@@ -180,7 +181,7 @@ class Tokenizer:
         coming = iter(algorithm.words(text, first))
         while some := list(islice(coming, _AT_ONCE)):
             if limit:
-                limit.check(len(out))
+                limit.check(len(some), len(out))
             for word in some:
                 ids = words.get(word)
                 if ids is None:
@@ -197,7 +198,8 @@ class Tokenizer:
     def _encode_long(self, word: str, limit: Limit | None, n_before: int) -> Iterable[int]:
         if limit is None:
             return self._algorithm.encode(word)
-        return self._algorithm.encode(word, partial(limit.check, n_before + self._algorithm.fewest(word)))
+        work, least = min(STEPS, len(word)), n_before + self._algorithm.fewest(word)
+        return self._algorithm.encode(word, partial(limit.check, work, least))
 
     @cached_property
     def _specials(self) -> Specials:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from time import perf_counter
 
 from edgert.errors import ContextFullError
 
-PATIENCE = 0.5  # seconds in which all tokens are counted
+PATIENCE = 200_000  # words and steps of joining in which all tokens are counted: about half a second
 
 _CURRENT: ContextVar[Limit | None] = ContextVar("limit", default=None)
 
@@ -21,16 +20,20 @@ _CURRENT: ContextVar[Limit | None] = ContextVar("limit", default=None)
 class Limit:
     """So many tokens are of use; who is known to have more is refused once the patience is over.
 
-    end:  when that is
+    It is work that ends it, not time: the same text has the same answer on a busy machine.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.end = perf_counter() + PATIENCE
+        self._left = PATIENCE
 
-    def check(self, least: int) -> None:
-        """Raises: ContextFullError when so many tokens, which there are at least, are too many, and time is over."""
-        if least > self.most and perf_counter() > self.end:
+    def check(self, work: int, least: int) -> None:
+        """Says that `work` more is to be done, and that there are so many tokens at least.
+
+        Raises: ContextFullError when these are too many, after much work.
+        """
+        self._left -= work
+        if least > self.most and self._left < 0:
             raise ContextFullError(least, self.most, whole=False)
 
 
@@ -38,7 +41,7 @@ class Limit:
 def at_most(n_tokens: int) -> Iterator[None]:
     """What is encoded within, in threads that begin there too, has so many tokens at most or is refused as above.
 
-    Whether it has remains to be checked: of texts that are encoded in time all tokens are told.
+    Whether it has remains to be checked: of texts of less work all tokens are told.
     """
     token = _CURRENT.set(Limit(n_tokens))
     try:

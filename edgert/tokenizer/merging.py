@@ -10,7 +10,7 @@ from edgert.tokenizer.algorithm import nothing
 
 _PLACE_BITS = 40
 _PLACE = (1 << _PLACE_BITS) - 1
-_STEPS = 1 << 12
+STEPS = 1 << 12
 
 
 def merge(
@@ -22,7 +22,7 @@ def merge(
     """Joins neighbours, the lowest rank first and the leftmost among equals, until no pair has a rank.
 
     rank:    of `left + joiner + right`; None when the two do not merge
-    beat:    called every few thousand steps
+    beat:    called every STEPS steps
     Takes n log n steps for n symbols, and uses up the list that it is given.
     """
     n = len(symbols)
@@ -32,9 +32,9 @@ def merge(
     before = list(range(-1, n - 1))
     heap = []
     left = symbols[0]
-    for start in range(1, n, _STEPS):
+    for start in range(1, n, STEPS):
         beat()
-        for i in range(start, min(start + _STEPS, n)):
+        for i in range(start, min(start + STEPS, n)):
             right = symbols[i]
             r = rank(left + joiner + right)
             if r is not None:
@@ -43,7 +43,7 @@ def merge(
     heapify(heap)
     while heap:
         beat()
-        for _ in repeat(None, _STEPS):
+        for _ in repeat(None, STEPS):
             if not heap:
                 break
             key = heappop(heap)
