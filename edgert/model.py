@@ -326,6 +326,7 @@ class Model:
         pooling: Pooling | None = None,
         *,
         normalize: bool = True,
+        user: str = "",
     ) -> NDArray[np.float32]:
         """Where texts stand among others, by the model's last hidden states: float32 (n_embd,), of a list (n, n_embd).
 
@@ -335,6 +336,7 @@ class Model:
         pooling:    "mean" of all tokens' states, or that of the "last" or first ("cls") one, or "none"; None: what the
                     file says, else the mean
         normalize:  whether vectors have the length 1
+        user:       who asks, as in Options: users get equal parts of the machine
 
         Raises: RequestError for no token, ids outside the vocabulary, or the states of several texts at once;
         ContextFullError; BackendUnavailableError where the backend does not show its hidden states.
@@ -345,7 +347,7 @@ class Model:
         if several and pooling == "none":
             raise RequestError("pooling", '"none" gives the states of one text: embed each by itself')
         given: Sequence[Any] = texts if several else [texts]
-        found = self._read_texts([self._text_ids(text) for text in given])
+        found = self._read_texts([self._text_ids(text) for text in given], string("user", user))
         pooled = (self._pooled(states, pooling or self.pooling, normalize) for states in found)
         return np.stack(list(pooled)) if several else next(pooled)
 
@@ -356,13 +358,13 @@ class Model:
             raise RequestError("input", "is empty: give at least one token")
         return ids
 
-    def _read_texts(self, texts: Sequence[NDArray[np.int32]]) -> Iterator[NDArray[np.float32]]:
+    def _read_texts(self, texts: Sequence[NDArray[np.int32]], user: str) -> Iterator[NDArray[np.float32]]:
         """The states of texts, in their order; of some more than the engine reads at once, the next are submitted."""
         if "states" not in self.backend.capabilities:
             raise BackendUnavailableError(
                 f"The {self.verdict.backend} backend does not show hidden states: embeddings need cpu or llama."
             )
-        waiting, left = deque[Reading](), deque(Reading(ids) for ids in texts)
+        waiting, left = deque[Reading](), deque(Reading(ids, user) for ids in texts)
         try:
             while waiting or left:
                 while left and len(waiting) < 2 * self._engine.n_parallel:

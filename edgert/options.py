@@ -6,12 +6,19 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 from edgert.errors import RequestError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from edgert.constraint import Grammar
+
+
+MOST_STOPS = 256  # texts of one request; each is looked for after every token, while all others wait
 
 
 def real(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
@@ -100,7 +107,7 @@ class SamplingParams:
         put("repeat_last_n", integer("repeat_last_n", self.repeat_last_n, -1, 2**31 - 1))
         put("presence_penalty", real("presence_penalty", self.presence_penalty, -2, 2))
         put("frequency_penalty", real("frequency_penalty", self.frequency_penalty, -2, 2))
-        put("logit_bias", _logit_bias(self.logit_bias))
+        put("logit_bias", Bias.of(self.logit_bias))
         if self.seed is not None:
             seed = integer("seed", self.seed, -1, 2**64 - 1)
             put("seed", None if seed == -1 else seed)
@@ -133,6 +140,22 @@ class SamplingParams:
         if unknown := next((name for name in values if name not in _SAMPLING), None):
             raise RequestError(unknown, "is not a parameter of sampling; known are " + ", ".join(_SAMPLING))
         return replace(self, **{name: value for name, value in values.items() if value is not None})
+
+
+class Bias(dict[int, float]):
+    """What is added to the logits of some ids; -inf forbids the token. Checked, and changed no more."""
+
+    @classmethod
+    def of(cls, value: object) -> Self:
+        """What a request gave. Raises: RequestError."""
+        return value if isinstance(value, cls) else cls(_logit_bias(value))
+
+    @cached_property
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The ids and what is added to each."""
+        import numpy as np
+
+        return np.fromiter(self.keys(), np.int64, len(self)), np.fromiter(self.values(), np.float32, len(self))
 
 
 def _logit_bias(value: object) -> dict[int, float]:
@@ -227,6 +250,8 @@ def _stop(value: object) -> tuple[str, ...]:
     stops = (value,) if isinstance(value, str) else value
     if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
         raise RequestError("stop", "must be a text or a list of texts")
+    if len(stops) > MOST_STOPS:
+        raise RequestError("stop", f"has more than {MOST_STOPS} texts")
     return tuple(text for text in stops if text)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import EdgertError, RequestError
-from edgert.options import SamplingParams
+from edgert.options import Bias, SamplingParams
 
 if TYPE_CHECKING:
     from edgert.backends.cpu.sampling import Chain, SampleKernel, Some
@@ -41,11 +41,12 @@ class Sampler:
         self.params = params
         self.n_vocab = n_vocab
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
-        bias = dict(params.logit_bias) | dict.fromkeys(banned, -math.inf)
+        bias = Bias.of(params.logit_bias)
+        if forbidden := dict.fromkeys(banned, -math.inf):
+            bias = Bias({**bias, **forbidden})
         if outside := next((token for token in bias if not 0 <= token < n_vocab), None):
             raise RequestError("logit_bias", f"token {outside} is outside the vocabulary of {n_vocab}")
-        self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
-        self._bias = np.fromiter(bias.values(), np.float32, len(bias))
+        self._bias_ids, self._bias = bias.arrays
         self._penalised = bool(params.repeat_last_n) and (
             params.repeat_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )

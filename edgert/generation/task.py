@@ -439,8 +439,8 @@ class Reading(Task):
     reuse = False
     most_tokens = 0
 
-    def __init__(self, prompt: NDArray[np.int32]) -> None:
-        super().__init__(prompt)
+    def __init__(self, prompt: NDArray[np.int32], user: str = "") -> None:
+        super().__init__(prompt, user)
         self._states: list[NDArray[np.float32]] = []
 
     def see(self, states: NDArray[np.float32]) -> None:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from edgert.constraint import Grammar
 from edgert.errors import DoesNotFitError
+from edgert.options import Bias
 from edgert.reply import Chunk, Progress, Reply, Stats
 from edgert.server.errors import ApiError
+from edgert.server.sse import in_thread
 
 if TYPE_CHECKING:
     from edgert.model import Model
@@ -60,11 +62,12 @@ class Answers:
         self.count = n * len(prompts)
         self.stats: dict[int, Stats] = {}
         given = {"max_tokens": settings.max_tokens} | limits | dict(params) | {"user": user}
+        first = model.defaults.seed if params.get("seed") is None else params["seed"]
         try:
             for index in range(self.count):
                 prompt, answer = divmod(index, n)
-                if answer and params.get("seed") not in (None, -1):
-                    given["seed"] = (params["seed"] + answer) % SEEDS
+                if answer and first not in (None, -1):
+                    given["seed"] = (first + answer) % SEEDS
                 on_progress = partial(self._on_progress, index)
                 self._streams.append(model.generate(prompts[prompt], True, on_progress=on_progress, **given))
                 given["seed"] = params.get("seed")
@@ -239,15 +242,18 @@ GRAMMARS = ("grammar", "json_schema", "regex", "response_format")
 
 
 async def compiled(model: Model, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The same fields with the grammar among them read and compiled, which is not done in the event loop.
+    """The same fields with what takes its time made ready, which is not done in the event loop: the grammar among
+    them is read and compiled, and the bias checked.
 
-    Raises: RequestError for a grammar that cannot be enforced.
+    Raises: RequestError for a grammar that cannot be enforced, or a bias that is none.
     """
     asked = {name: params[name] for name in GRAMMARS if params.get(name) is not None}
     others = {name: value for name, value in params.items() if name not in GRAMMARS}
+    if others.get("logit_bias") is not None:
+        others["logit_bias"] = await asyncio.to_thread(Bias.of, others["logit_bias"])
     if not asked:
         return others
-    return others | {"grammar": await asyncio.to_thread(_compiled, model, asked)}
+    return others | {"grammar": await in_thread(_compiled, model, asked)}
 
 
 def _compiled(model: Model, asked: Mapping[str, Any]) -> Grammar | None:

@@ -17,6 +17,8 @@ T = TypeVar("T")
 PATIENCE = 60.0  # seconds for a body to come
 DRAINED = 64 << 20  # bytes beyond the limit that are read and forgotten, so that the client gets to read why
 
+MOST_PARTS = 1_000_000  # lists and objects; millions more would hold up everybody for seconds while they are read
+
 _AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
 
 
@@ -71,6 +73,8 @@ def decode(body: bytes) -> Any:
         text = body.decode()
     except UnicodeDecodeError as error:
         raise ApiError(400, f"The body is not UTF-8 (byte {error.start}).") from None
+    if len(body) > MOST_PARTS and body.count(b"[") + body.count(b"{") > MOST_PARTS:
+        raise ApiError(400, f"The body has more than {MOST_PARTS} lists and objects.")
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_NotANumberError.raise_)
     except _NotANumberError as error:

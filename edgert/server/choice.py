@@ -29,17 +29,28 @@ class Choice:
     tokens: int = 8
     sure: float = 0.5
 
-    def too_long(self, n_prompt: int) -> bool:
-        """Whether the prompt's length alone decides for the large model."""
-        return 0 < self.prompt < n_prompt
+    async def takes_small(
+        self, model: Model, prompts: Sequence[Sequence[int]], params: Mapping[str, Any], user: str, **limits: Any
+    ) -> bool:
+        """Whether the small model answers: no prompt is too long, and it is sure of all answers' first tokens.
 
-    async def is_sure(self, model: Model, ids: Sequence[int], params: Mapping[str, Any], user: str) -> bool:
+        limits:  as `Model.generate` takes them
+        """
+        if 0 < self.prompt < max(map(len, prompts)):
+            return False
+        return all([await self._is_sure(model, ids, params, user, limits) for ids in prompts])
+
+    async def _is_sure(
+        self, model: Model, ids: Sequence[int], params: Mapping[str, Any], user: str, limits: Mapping[str, Any]
+    ) -> bool:
         """Whether the small model's first tokens are as probable to it as they must be; it reads the prompt for this,
         which is then cached for its answer."""
         if not self.tokens:
             return True
-        grammar = {name: params[name] for name in ("grammar", "logit_bias") if params.get(name) is not None}
-        reply = await model.agenerate(ids, max_tokens=self.tokens, temperature=0.0, logprobs=True, user=user, **grammar)
+        given: dict[str, Any] = {n: params[n] for n in ("grammar", "logit_bias") if params.get(n) is not None}
+        reply = await model.agenerate(
+            ids, max_tokens=self.tokens, temperature=0.0, logprobs=True, user=user, **given, **limits
+        )
         if not reply.logprobs:
             return True
         mean = math.fsum(score.logprob for score in reply.logprobs) / len(reply.logprobs)

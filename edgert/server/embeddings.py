@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -42,20 +44,11 @@ async def embeddings(request: Request) -> Response:
     texts = prompts_of("input", body.input)
     if body.pooling == "none" and request.url.path.startswith("/v1/"):
         raise ApiError(400, 'pooling: "none" gives a vector for each token: ask /embeddings.', param="pooling")
-    if len(texts) > MOST:
-        raise ApiError(400, f"input: has more than {MOST} texts.", param="input")
     async with AsyncExitStack() as stack:
         loaded = await service.enter(
-            stack,
-            request,
-            body.model,
-            answers=min(len(texts), MAX_CHOICES),
-            user=body.user,
-            keep_alive=body.keep_alive,
+            stack, request, body.model, answers=places(texts), user=body.user, keep_alive=body.keep_alive
         )
-        vectors, count = await embed(request, loaded.model, texts, body.pooling)
-        if body.dimensions not in (None, vectors[0].shape[-1]):
-            raise ApiError(400, f"dimensions: this model has {vectors[0].shape[-1]}.", param="dimensions")
+        vectors, count = await embed(request, loaded.model, texts, body.pooling, body.dimensions, body.user)
         data = [
             {"object": "embedding", "index": i, "embedding": _encoded(vector, body.encoding_format)}
             for i, vector in enumerate(vectors)
@@ -65,26 +58,47 @@ async def embeddings(request: Request) -> Response:
         return answer({"object": "list", "model": name, "data": data, "usage": usage})
 
 
+def places(texts: Sequence[object]) -> int:
+    """How many places a request with these texts takes. Raises: ApiError 400 for too many."""
+    if len(texts) > MOST:
+        raise ApiError(400, f"input: has more than {MOST} texts.", param="input")
+    return min(len(texts), MAX_CHOICES)
+
+
 async def embed(
-    request: Request, model: Model, texts: list[str | list[int]], pooling: Pooling | None = None
+    request: Request,
+    model: Model,
+    texts: list[str | list[int]],
+    pooling: Pooling | None = None,
+    dimensions: int | None = None,
+    user: str | None = None,
 ) -> tuple[list[NDArray[Any]], int]:
     """What `Model.embed` gives for each text, and how many tokens all have.
 
-    Raises: as it does; ClientLeft when nobody waits for it any more.
+    dimensions:  that the request wants; None: those there are
+
+    Raises: as it does; ApiError 400 for other dimensions; ClientLeft when nobody waits for it any more.
     """
-    return await until_left(request.receive, _embed(services.of(request), model, texts, pooling))
+    service = services.of(request)
+    found, count = await until_left(
+        request.receive, _embed(service, model, texts, pooling, services.owner(request, user))
+    )
+    if dimensions not in (None, found[0].shape[-1]):
+        raise ApiError(400, f"dimensions: this model has {found[0].shape[-1]}.", param="dimensions")
+    return found, count
 
 
 async def _embed(
-    service: services.Service, model: Model, texts: list[str | list[int]], pooling: Pooling | None
+    service: services.Service, model: Model, texts: list[str | list[int]], pooling: Pooling | None, user: str
 ) -> tuple[list[NDArray[Any]], int]:
     encode = model.tokenizer.encode_whole
     with at_most(model.n_ctx):
         ids = [await asyncio.to_thread(encode, text) if isinstance(text, str) else text for text in texts]
+    reading = partial(model.embed, pooling=pooling, user=user)
     if pooling == "none":
-        vectors = [await in_thread(model.embed, tokens, pooling) for tokens in ids]
+        vectors = [await in_thread(reading, tokens) for tokens in ids]
     else:
-        vectors = list(await in_thread(model.embed, ids, pooling))
+        vectors = list(await in_thread(reading, ids))
     count = sum(map(len, ids))
     service.metrics.prompt_tokens.inc(count)
     return vectors, count

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,9 @@ from edgert.reply import Chunk, Stats
 from edgert.server import facts
 from edgert.server import service as services
 from edgert.server.answers import Answers, compiled
-from edgert.server.chatting import prepare
-from edgert.server.embeddings import embed
+from edgert.server.chatting import Chat, prepare
+from edgert.server.choosing import chosen
+from edgert.server.embeddings import embed, places
 from edgert.server.errors import of
 from edgert.server.openai import answer
 from edgert.server.parsing import Delta, Parser, Plain
@@ -32,6 +33,8 @@ from edgert.tokenizer.limit import at_most
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
+
+    from edgert.model import Model
 
 Json = dict[str, Any]
 _OPTIONS = {"num_predict": "max_tokens"} | {
@@ -95,6 +98,7 @@ class EmbedRequest(msgspec.Struct, kw_only=True):
     input: str | list[str]
     model: str | None = None
     keep_alive: float | str | None = None
+    dimensions: int | None = None
     options: dict[str, Any] | None = None
 
 
@@ -118,14 +122,14 @@ async def chat(request: Request) -> ASGIApp:
     service = services.of(request)
     body = await service.body(request, ApiChatRequest)
     box = Toolbox.of(body.tools)
-    async with AsyncExitStack() as stack:
-        work = await _enter(stack, request, body)
-        if not body.messages:
-            return _touched(service.registry.find(body.model), body, {"message": {"role": "assistant", "content": ""}})
-        messages = [_message(message, i) for i, message in enumerate(body.messages)]
-        prepared = await prepare(work.model, messages, body.params(), box, body.template_kwargs())
-        answers = Answers(service, work.model, [prepared.ids], 1, prepared.params, services.owner(request, None))
-        return await _respond(stack, request, body, answers, Spoken(work.name, prepared.parser()), work.began)
+    messages = [_message(message, i) for i, message in enumerate(body.messages)]
+
+    async def prepared(model: Model) -> Chat:
+        return await prepare(model, messages, body.params(), box, body.template_kwargs())
+
+    if body.messages:
+        return await _answered(request, body, prepared, Spoken)
+    return await _touched(request, body, {"message": {"role": "assistant", "content": ""}})
 
 
 async def generate(request: Request) -> ASGIApp:
@@ -136,42 +140,66 @@ async def generate(request: Request) -> ASGIApp:
         raise RequestError("images", "are not supported")
     if body.suffix:
         raise RequestError("suffix", "is not supported")
-    async with AsyncExitStack() as stack:
-        work = await _enter(stack, request, body)
-        if not body.prompt:
-            return _touched(service.registry.find(body.model), body, {"response": ""})
-        parser: Callable[[], Parser] = Plain
-        if body.raw or work.model.template is None:
-            with at_most(work.model.n_ctx):
-                ids = await asyncio.to_thread(work.model.tokenize, body.prompt)
-            params = await compiled(work.model, body.params())
-        else:
-            system = [{"role": "system", "content": body.system}] if body.system else []
-            messages = [*system, {"role": "user", "content": body.prompt}]
-            prepared = await prepare(work.model, messages, body.params(), None, body.template_kwargs())
-            ids, params, parser = prepared.ids, prepared.params, prepared.parser
-        answers = Answers(service, work.model, [ids], 1, params, services.owner(request, None))
-        return await _respond(stack, request, body, answers, Written(work.name, parser()), work.began)
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    messages = [*system, {"role": "user", "content": body.prompt}]
+
+    async def prepared(model: Model) -> Chat:
+        if not body.raw and model.template is not None:
+            return await prepare(model, messages, body.params(), None, body.template_kwargs())
+        with at_most(model.n_ctx):
+            ids = await asyncio.to_thread(model.tokenize, body.prompt)
+        return Chat(ids, await compiled(model, body.params()), Plain)
+
+    if body.prompt:
+        return await _answered(request, body, prepared, Written)
+    return await _touched(request, body, {"response": ""})
 
 
-class _Work(msgspec.Struct):
-    """A model that a request has got hold of, and since when it was asked for."""
-
-    model: Any
-    name: str
-    began: float
-
-
-async def _enter(stack: AsyncExitStack, request: Request, body: Generating) -> _Work:
+async def _answered(
+    request: Request, body: Generating, prepared: Callable[[Model], Awaitable[Chat]], shape: type[Spoken]
+) -> ASGIApp:
     service, began = services.of(request), time.monotonic()
-    loaded = await service.enter(stack, request, body.model, keep_alive=body.keep_alive)
-    return _Work(loaded.model, service.registry.find(body.model).spec.name, began)
+
+    async def told(model: Model) -> tuple[list[list[int]], Json]:
+        chat = await prepared(model)
+        return [chat.ids], chat.params
+
+    with _in_its_words():
+        name = await chosen(request, body.model, None, told)
+        async with AsyncExitStack() as stack:
+            model = (await service.enter(stack, request, name, keep_alive=body.keep_alive)).model
+            loading = time.monotonic() - began
+            chat = await prepared(model)
+            answers = Answers(service, model, [chat.ids], 1, chat.params, services.owner(request, None))
+            spoken = shape(service.registry.find(name).spec.name, chat.parser())
+            return await _respond(stack, request, body, answers, spoken, began, loading)
 
 
-def _touched(place: Place, body: Generating, content: Json) -> Response:
+@contextmanager
+def _in_its_words() -> Iterator[None]:
+    """Lets an error name the field as a request to these routes has it. Raises: RequestError."""
+    try:
+        yield
+    except RequestError as error:
+        field = error.field.partition(".")[0]
+        raise RequestError(_WORDS.get(field, error.field), error.reason) from error
+
+
+_WORDS = {
+    "max_tokens": "options.num_predict",
+    "json_schema": "format",
+    "response_format": "format",
+} | {name: f"options.{name}" for name in _OPTIONS if name != "num_predict"}
+
+
+async def _touched(request: Request, body: Generating, content: Json) -> Response:
     """The answer to a request without a prompt, which loads a model or puts it away."""
+    service = services.of(request)
+    async with AsyncExitStack() as stack:
+        await service.enter(stack, request, body.model, keep_alive=body.keep_alive)
     reason = "unload" if body.keep_alive in (0, "0", "0s") else "load"
-    return answer(_head(place.spec.name) | content | {"done": True, "done_reason": reason})
+    name = service.registry.find(body.model).spec.name
+    return answer(_head(name) | content | {"done": True, "done_reason": reason})
 
 
 def _message(message: Mapping[str, Any], i: int) -> Json:
@@ -248,10 +276,15 @@ class Written(Spoken):
 
 
 async def _respond(
-    stack: AsyncExitStack, request: Request, body: Generating, answers: Answers, shape: Spoken, began: float
+    stack: AsyncExitStack,
+    request: Request,
+    body: Generating,
+    answers: Answers,
+    shape: Spoken,
+    began: float,
+    loading: float,
 ) -> ASGIApp:
     stack.callback(answers.close)
-    loading = time.monotonic() - began
 
     def timed(piece: Json) -> Json:
         if not piece["done"]:
@@ -307,9 +340,10 @@ async def embeddings(request: Request) -> Response:
     body = await service.body(request, EmbedRequest)
     texts: list[Any] = [body.input] if isinstance(body.input, str) else list(body.input)
     async with AsyncExitStack() as stack:
-        loaded = await service.enter(stack, request, body.model, keep_alive=body.keep_alive)
+        entering = service.enter(stack, request, body.model, answers=places(texts), keep_alive=body.keep_alive)
+        model = (await entering).model
         loading = time.monotonic() - began
-        vectors, count = await embed(request, loaded.model, texts)
+        vectors, count = await embed(request, model, texts, dimensions=body.dimensions)
         return answer(
             {
                 "model": service.registry.find(body.model).spec.name,

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from edgert.errors import ContextFullError, EdgertError
-from edgert.reply import Progress
+from edgert.errors import EdgertError
+from edgert.reply import Progress, Stats
 from edgert.server import service as services
 from edgert.server.answers import Answers, Kept, answers_to, compiled, timings
 from edgert.server.body import parse, read
-from edgert.server.chatting import prepare
+from edgert.server.chatting import Chat, prepare
+from edgert.server.choosing import chosen
 from edgert.server.errors import ApiError
 from edgert.server.requests import MAX_CHOICES, ChatRequest, CompletionRequest, Generating
 from edgert.server.shapes import ChatShape, CompletionShape, Echo, Shape
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from edgert.model import Model
+    from edgert.server.choice import Choice
     from edgert.server.registry import Loaded
 
 
@@ -61,7 +63,7 @@ async def _or_upstream(
         return await work(request, body)
     except Exception as error:
         if service.upstream and service.upstream.takes(error):
-            return await service.upstream.forward(path, raw, error)
+            return await service.upstream.forward(path, raw, error, request.receive)
         raise
 
 
@@ -69,17 +71,18 @@ async def _chat(request: Request, body: ChatRequest) -> ASGIApp:
     service = services.of(request)
     box = Toolbox.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     user = services.owner(request, body.user)
-    if choice := service.choices.get(body.model or ""):
-        body.model = choice.large
-        async with AsyncExitStack() as stack:
-            model = (await service.enter(stack, request, choice.small, user=body.user)).model
-            with suppress(ContextFullError):  # which the large one's may be long enough for
-                chat = await prepare(model, body.messages, body.params(), box, body.template_kwargs(), body.continued)
-                if not choice.too_long(len(chat.ids)) and await choice.is_sure(model, chat.ids, chat.params, user):
-                    body.model = choice.small
+
+    async def prepared(model: Model) -> Chat:
+        return await prepare(model, body.messages, body.params(), box, body.template_kwargs(), body.continued)
+
+    async def told(model: Model) -> tuple[list[list[int]], dict[str, Any]]:
+        chat = await prepared(model)
+        return [chat.ids], chat.params
+
+    body.model = await chosen(request, body.model, body.user, told)
     async with AsyncExitStack() as stack:
         model = (await enter(stack, request, body, body.choices)).model
-        chat = await prepare(model, body.messages, body.params(), box, body.template_kwargs(), body.continued)
+        chat = await prepared(model)
         shape = ChatShape(service.registry.find(body.model).spec.name, model, chat.parser)
         answers = answers_to(service, model, [chat.ids], body.choices, chat.params, user)
         return await respond(stack, request, body, shape, answers)
@@ -90,12 +93,16 @@ async def _complete(request: Request, body: CompletionRequest) -> ASGIApp:
     prompts, n = body.prompts(), body.choices
     if n * len(prompts) > MAX_CHOICES:
         raise ApiError(400, f"prompt: asks for more than {MAX_CHOICES} answers at once.", param="prompt")
-    async with AsyncExitStack() as stack:
-        loaded = await enter(stack, request, body, n * len(prompts))
-        model = loaded.model
+
+    async def told(model: Model) -> tuple[list[list[int]], dict[str, Any]]:
         params = await compiled(model, body.params())
         with at_most(model.n_ctx):
-            ids = [await asyncio.to_thread(model.tokenize, p) if isinstance(p, str) else p for p in prompts]
+            return [await asyncio.to_thread(model.tokenize, p) if isinstance(p, str) else p for p in prompts], params
+
+    body.model = await chosen(request, body.model, body.user, told)
+    async with AsyncExitStack() as stack:
+        model = (await enter(stack, request, body, n * len(prompts))).model
+        ids, params = await told(model)
         user = services.owner(request, body.user)
         answers = answers_to(service, model, ids, n, params, user)
         stack.callback(answers.close)
@@ -158,7 +165,10 @@ async def stream(
                 if not body.return_progress:
                     continue
                 report = {"total": item.total, "cache": item.cache, "processed": item.processed}
-                facts = {"prompt_progress": report | {"time_ms": item.time_ms}}
+                facts: dict[str, Any] = {"prompt_progress": report | {"time_ms": item.time_ms}}
+                if body.timings_per_token:
+                    read = item.processed - item.cache
+                    facts["timings"] = timings(Stats.of(item.cache, read, item.time_ms / 1e3, 0, 0.0))
                 yield event(head | {"choices": [shape.empty(index)]} | usage | facts)
                 continue
             stats = item.stats or (answers.so_far(index) if body.timings_per_token else None)
@@ -176,8 +186,10 @@ async def input_tokens(request: Request) -> Response:
     service = services.of(request)
     body = await service.body(request, ChatRequest)
     box = Toolbox.of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    choice = service.choices.get(body.model or "")
+    name = choice.large if choice else body.model
     async with AsyncExitStack() as stack:
-        model = (await service.enter(stack, request, body.model, user=body.user, keep_alive=body.keep_alive)).model
+        model = (await service.enter(stack, request, name, user=body.user, keep_alive=body.keep_alive)).model
         chat = await prepare(
             model, body.messages, body.params(), box, body.template_kwargs(), body.continued, whole=True
         )
@@ -188,17 +200,16 @@ async def models(request: Request) -> Response:
     """GET /v1/models."""
     service = services.of(request)
     data = [_model(place) for place in service.registry.places.values()]
-    data += [
-        {"id": name, "object": "model", "created": service.registry.default.created, "owned_by": "edgert"}
-        | {"aliases": [], "meta": {"small": choice.small, "large": choice.large}}
-        for name, choice in service.choices.items()
-    ]
+    data += [_choice(service, choice) for choice in service.choices.values()]
     return answer({"object": "list", "data": data})
 
 
 async def one_model(request: Request) -> Response:
     """GET /v1/models/NAME."""
-    return answer(_model(services.of(request).registry.find(request.path_params["name"])))
+    service, name = services.of(request), request.path_params["name"]
+    if choice := service.choices.get(name):
+        return answer(_choice(service, choice))
+    return answer(_model(service.registry.find(name)))
 
 
 async def reload(request: Request) -> Response:
@@ -211,6 +222,12 @@ async def reload(request: Request) -> Response:
         kept = "the one in memory stays" if place.loaded else "there is none in memory"
         raise ApiError(409, f"The new file was not taken, {kept}: {error}", code="reload_failed") from error
     return answer(_model(place))
+
+
+def _choice(service: services.Service, choice: Choice) -> dict[str, Any]:
+    created = service.registry.default.created
+    about = {"id": choice.name, "object": "model", "created": created, "owned_by": "edgert", "aliases": []}
+    return about | {"meta": {"small": choice.small, "large": choice.large}}
 
 
 def _model(place: Any) -> dict[str, Any]:

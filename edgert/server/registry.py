@@ -268,23 +268,42 @@ class Registry:
     async def swap(self, name: str, source: str | Path | None = None) -> None:
         """Loads a model's file anew, or another file, and lets it take the name if it passes a self-check.
 
-        Requests that run end on the old one. Raises: EdgertError when the new one fails: the old one stays.
+        Requests that run end on the old one, beside which the new one is in memory until then.
+
+        Raises: EdgertError when the new one fails: the old one stays; BusyError when no other makes room for the first.
         """
         place = self.find(name)
         async with place.lock:
-            new = await asyncio.to_thread(self._load, source or place.spec.source, **place.spec.options)
-            try:
-                await asyncio.to_thread(self_check, new)
-            except BaseException:
-                await asyncio.to_thread(new.close)
-                raise
-            self._held += 1
+            if place.loading:  # for somebody who has left, else the lock would be his
+                await asyncio.wait({place.loading})
+            new = await self._checked(place, source or place.spec.source)
             old, place.loaded = place.loaded, Loaded(new, source or place.spec.source)
             place.state, place.error, place.last_use = "loaded", "", time.monotonic()
             logger.info("%s now comes from %s", place.spec.name, Path(place.loaded.source).name)
             if old:
                 old.retired = True
                 self._put_away(place, old)
+
+    async def _checked(self, place: Place, source: str | Path) -> Model:
+        """Another model for a place, held and found sound. Raises: as `swap`."""
+        if not place.loaded:
+            await self._make_room()
+        self._held += 1
+        try:
+            if place.loaded:
+                new = await asyncio.to_thread(self._load, source, **place.spec.options)
+            else:
+                new = await self._open(place, source)
+            try:
+                await asyncio.to_thread(self_check, new)
+            except BaseException:
+                await asyncio.to_thread(new.close)
+                raise
+            return new
+        except BaseException:
+            self._held -= 1
+            self._line.wake()
+            raise
 
     async def close(self) -> None:
         """Closes all models; requests that still run end with an error."""

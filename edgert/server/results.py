@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -25,6 +27,8 @@ class Results:
     def __init__(self, most: int) -> None:
         self._most = most
         self._found: OrderedDict[bytes, list[Reply]] = OrderedDict()
+        self._numbers: WeakKeyDictionary[Model, int] = WeakKeyDictionary()  # an id may be that of a model which went
+        self._next = itertools.count()
         self.hits = 0
 
     def key(
@@ -36,8 +40,13 @@ class Results:
         options = Options.of(model.defaults, **params)
         if options.sampling.temperature != 0 and options.sampling.seed is None:
             return None
-        told = [id(model), [list(map(int, prompt)) for prompt in prompts], n, user, repr(options)]
+        told = [self._number(model), [list(map(int, prompt)) for prompt in prompts], n, user, repr(options)]
         return hashlib.sha256(msgspec.json.encode(told)).digest()
+
+    def _number(self, model: Model) -> int:
+        if model not in self._numbers:
+            self._numbers[model] = next(self._next)
+        return self._numbers[model]
 
     def get(self, key: bytes | None) -> list[Reply] | None:
         """The replies, None where there are none."""

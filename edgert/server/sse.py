@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +25,7 @@ STUCK_SECONDS = 60.0  # in which a client takes nothing of its answer, and is th
 DONE = b"data: [DONE]\n\n"
 Result = TypeVar("Result")
 
+_WAITING = ThreadPoolExecutor(256, "edgert-waiting")
 _encoder = msgspec.json.Encoder()
 
 
@@ -117,11 +121,15 @@ async def until_left(
 
 
 async def in_thread(call: Callable[..., Result], *arguments: Any) -> Result:
-    """As `asyncio.to_thread`; what an engine does for it ends when nobody waits any more."""
+    """As `asyncio.to_thread`; what an engine does for it ends when nobody waits any more.
+
+    The threads are others: those who wait for the engine must not keep texts from being cut into tokens.
+    """
     caller = Caller()
     token = Caller.current.set(caller)
     try:
-        return await asyncio.to_thread(call, *arguments)
+        work = partial(contextvars.copy_context().run, call, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(_WAITING, work)
     except asyncio.CancelledError:
         caller.leave()
         raise

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import http.client
 import json
 import logging
-import ssl
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -18,24 +15,27 @@ from starlette.responses import Response
 
 from edgert.errors import ContextFullError, DoesNotFitError, EdgertError, QueueFullError, QueueTimeoutError
 from edgert.server.errors import ApiError, BusyError
-from edgert.server.sse import EventStream
+from edgert.server.exchange import FAILURES, Exchange, events
+from edgert.server.sse import EventStream, until_left
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Receive
 
 logger = logging.getLogger(__name__)
 
 MARK = "X-Edgert-Served-By"
-BLOCK = 1 << 16
+MOST_BYTES = 256 << 20  # of an answer
+MOST_OF_ERROR = 1 << 16
 
 
-@dataclass(frozen=True)
+@dataclass
 class Upstream:
     """Where it is.
 
     url:      its base, such as https://host/v1
     model:    the name that it knows; "": the one that the request names
     timeout:  seconds that it may be silent
+    most:     requests that may be with it at once
 
     Raises: EdgertError for a url that is none of a server.
     """
@@ -44,6 +44,8 @@ class Upstream:
     key: str = field(default="", repr=False)
     model: str = ""
     timeout: float = 120.0
+    most: int = 256
+    inside: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         try:
@@ -61,51 +63,63 @@ class Upstream:
         kinds = (BusyError, ContextFullError, DoesNotFitError, QueueFullError, QueueTimeoutError)
         return too_long or isinstance(error, kinds)
 
-    async def forward(self, path: str, body: bytes, why: BaseException) -> ASGIApp:
+    async def forward(self, path: str, body: bytes, why: BaseException, receive: Receive) -> ASGIApp:
         """Its answer to a request, marked as such; `why` is what happened here.
 
-        Raises: `why` when it cannot be reached; ApiError of its status when it refuses.
+        Raises: `why` when it cannot be reached or has enough to do; ApiError of its status when it refuses; ClientLeft.
         """
         fields = json.loads(body)
         if self.model:
             fields["model"] = self.model
-        if any(fields.get(name) is not None for name in _BINDING):
+        if self.inside >= self.most or any(fields.get(name) is not None for name in _BINDING):
             raise why
         for name in (*_OURS, *_OURS_IN_SAMPLING):
             fields.pop(name, None)
+        self.inside += 1
         try:
-            answer = await asyncio.to_thread(self._send, path, json.dumps(fields).encode())
-        except (OSError, http.client.HTTPException) as error:
-            logger.warning("the upstream server cannot be reached: %s", error)
-            raise why from None
-        if answer.status != 200:
-            data = await asyncio.to_thread(answer.read, BLOCK)
-            logger.warning("the upstream server answered %d", answer.status)
-            if answer.status >= 500 or answer.status in (401, 403, 404, 429):
-                raise why
-            raise ApiError(answer.status, _message(data), kind="upstream_error", code="upstream_refused")
-        if "text/event-stream" in (answer.getheader("content-type") or ""):
-            return EventStream(_copied(answer), done=_closing(answer), headers={MARK: "upstream"})
-        data = await asyncio.to_thread(answer.read)
-        answer.close()
-        try:
-            whole = {**json.loads(data), "served_by": "upstream"}
-        except (ValueError, TypeError):
-            raise ApiError(502, "The upstream server's answer is not JSON.", kind="upstream_error") from None
-        return Response(msgspec.json.encode(whole), 200, {MARK: "upstream"}, "application/json")
+            answer = await until_left(receive, self._answer(path, json.dumps(fields).encode(), why))
+        except BaseException:
+            self.inside -= 1
+            raise
+        if isinstance(answer, Exchange):
+            return EventStream(_copied(answer), done=self._ending(answer), headers={MARK: "upstream"})
+        self.inside -= 1
+        return Response(answer, 200, {MARK: "upstream"}, "application/json")
 
-    def _send(self, path: str, body: bytes) -> http.client.HTTPResponse:
-        parts = urlsplit(self.url)
-        host, port = parts.hostname or "", parts.port
-        connection: http.client.HTTPConnection
-        if parts.scheme == "https":
-            context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(host, port, timeout=self.timeout, context=context)
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=self.timeout)
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
-        connection.request("POST", parts.path.rstrip("/") + path, body, headers)
-        return connection.getresponse()
+    async def _answer(self, path: str, body: bytes, why: BaseException) -> bytes | Exchange:
+        """A whole answer, marked, or a stream that has begun. Raises: as `forward`."""
+        key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        headers = {"Content-Type": "application/json", **key}
+        exchange = None
+        try:
+            exchange = await Exchange.begin(self.url.rstrip("/") + path, headers, body, self.timeout)
+            if exchange.status == 200 and "text/event-stream" in exchange.headers.get("content-type", ""):
+                streamed, exchange = exchange, None
+                return streamed
+            data = await exchange.whole(MOST_BYTES if exchange.status == 200 else MOST_OF_ERROR)
+            status = exchange.status
+        except FAILURES as error:
+            logger.warning("the upstream server cannot be reached: %s", error or type(error).__name__)
+            raise why from None
+        finally:
+            if exchange:
+                exchange.close()
+        if status != 200:
+            logger.warning("the upstream server answered %d", status)
+            if not 400 <= status < 500 or status in (401, 403, 404, 408, 429):
+                raise why
+            raise ApiError(status, _message(data), kind="upstream_error", code="upstream_refused")
+        try:
+            return msgspec.json.encode({**json.loads(data), "served_by": "upstream"})
+        except (ValueError, TypeError, RecursionError):
+            raise ApiError(502, "The upstream server's answer is not JSON.", kind="upstream_error") from None
+
+    def _ending(self, exchange: Exchange) -> Any:
+        async def end() -> None:
+            exchange.close()
+            self.inside -= 1
+
+        return end
 
 
 # Fields that a strict server of OpenAI's API would refuse.
@@ -114,16 +128,13 @@ _OURS_IN_SAMPLING = ("top_k", "min_p", "repeat_penalty", "repeat_last_n", "chat_
 _BINDING = ("grammar", "json_schema", "regex")  # fields without which an answer would not be what was asked for
 
 
-async def _copied(answer: http.client.HTTPResponse) -> AsyncGenerator[bytes, None]:
-    while data := await asyncio.to_thread(answer.read1, BLOCK):
-        yield data
-
-
-def _closing(answer: http.client.HTTPResponse) -> Any:
-    async def close() -> None:
-        answer.close()
-
-    return close
+async def _copied(exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    try:
+        async for part in events(exchange.parts()):
+            yield part
+    except FAILURES as error:
+        logger.warning("the upstream server broke off: %s", error or type(error).__name__)
+        raise ApiError(502, "The upstream server broke off its answer.", kind="upstream_error") from None
 
 
 def _message(data: bytes) -> str:

@@ -11,6 +11,7 @@ from harness import Server, serving_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgert import options
 from edgert.server.service import Settings
 
 CHAT = "/v1/chat/completions"
@@ -53,6 +54,7 @@ def test_counts(server: Server, field: str, value: str) -> None:
     [
         ("stop", 5),
         ("stop", [5]),
+        ("stop", [f"{i}" for i in range(257)]),
         ("stream", "yes"),
         ("logprobs", 3),
         ("logit_bias", "x"),
@@ -71,6 +73,23 @@ def test_counts(server: Server, field: str, value: str) -> None:
 )
 def test_types(server: Server, field: str, value: Any) -> None:
     assert server.fails(CHAT, **{"messages": HI, field: value})["param"].startswith(field)
+
+
+def test_a_bias_is_read_once_for_all_answers(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a whole vocabulary takes a tenth of a second, in which nobody else would get a word."""
+    read: list[Any] = []
+    usual = options._logit_bias
+
+    def counted(value: Any) -> dict[int, float]:
+        read.append(value)
+        return usual(value)
+
+    monkeypatch.setattr(options, "_logit_bias", counted)
+    given = {str(token): -1 for token in range(200)}
+    for path, prompt in ((CHAT, {"messages": HI}), ("/v1/completions", {"prompt": ["x", "y"]})):
+        read.clear()
+        assert len(server.ok(path, n=8, max_tokens=1, logit_bias=given, **prompt)["choices"]) >= 8
+        assert len(read) == 1
 
 
 @pytest.mark.parametrize(
@@ -122,8 +141,9 @@ def test_unknown_fields_are_taken(server: Server) -> None:
         b'\xef\xbb\xbf{"messages": []}',
         b'{"temperature": 01, "messages": []}',
         b'{"max_tokens": 1' + b"0" * 5000 + b', "messages": []}',
+        b'{"messages": [{"role": "user", "content": "x"}], "more": [' + b"[]," * 1_200_000 + b"[]]}",
     ],
-    ids=range(17),
+    ids=range(18),
 )
 def test_bodies_that_are_no_requests(server: Server, body: bytes) -> None:
     status, answer = server.post(CHAT, body)

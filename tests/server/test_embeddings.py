@@ -6,7 +6,9 @@ import base64
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,43 @@ def test_texts_are_not_read_for_who_has_left(
     left.set()
     wait_for(lambda: not tiny.model().snapshot().n_running + tiny.model().snapshot().n_waiting)
     assert read() < 200 * len(body.get("input") or body["prompt"])  # half of it
+
+
+def test_who_waits_for_an_embedding_keeps_nobody_from_reading(tiny: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there are threads in which texts are cut into tokens."""
+    backend, hold, usual = tiny.model().backend, threading.Event(), tiny.model().backend.states
+
+    def held(batch: Batch) -> Any:
+        hold.wait(PATIENCE)
+        return usual(batch)
+
+    monkeypatch.setattr(backend, "states", held)
+    with ThreadPoolExecutor(48) as pool:
+        found = [pool.submit(tiny.ok, "/v1/embeddings", input="hello") for _ in range(48)]
+        wait_for(lambda: tiny.service.admission.inside == 48)
+        time.sleep(0.1)
+        assert tiny.ok("/tokenize", content="hello")["tokens"]
+        assert not any(one.done() for one in found)
+        hold.set()
+        assert len({str(one.result(PATIENCE)["data"]) for one in found}) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings"])
+def test_embeddings_are_their_users(tiny: Server, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """So that he who asks for many takes no more than his part."""
+    engine, users = tiny.model()._engine, []
+    usual = engine.submit
+
+    def submit(task: Any) -> None:
+        users.append(task.user)
+        usual(task)
+
+    monkeypatch.setattr(engine, "submit", submit)
+    for user in ("a", "b", "a"):
+        fields = {"pooling": "none"} if path == "/embeddings" else {}
+        tiny.ok(path, input=["hello", "you"], user=user, **fields)
+    first, second, third = users[:2], users[2:4], users[4:]
+    assert len({*first}) == len({*second}) == 1 and first == third != second
 
 
 @pytest.mark.parametrize("value", [[], [[]], None, 5, [1.5], [10**6], ""])

@@ -8,6 +8,7 @@ import math
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,8 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from fake import backend_of, fake_model, hashed, says
-from harness import Server, serving, serving_model, wait_for
+from fake import PATIENCE, backend_of, fake_model, hashed, says
+from harness import Server, open_stream, serving, serving_model, wait_for
 from shelf import Shelf, names, text
 
 from edgert import cli
@@ -157,6 +158,45 @@ def test_a_bad_exchange_is_rolled_back(shelf: Shelf, problem: Any) -> None:
         assert not shelf.models[0].backend.closed  # type: ignore[attr-defined]
         assert all(model.backend.closed for model in shelf.models[1:])  # type: ignore[attr-defined]
         assert server.get("/health")[0] == 200
+
+
+def test_an_exchange_waits_for_a_load_whose_caller_has_left(shelf: Shelf) -> None:
+    """Else two models would have one place, and the first of them would never be closed."""
+    hold, begun = threading.Event(), threading.Event()
+
+    def load(source: Any, **options: Any) -> Any:
+        if source == "b" and not begun.is_set():
+            begun.set()
+            hold.wait(PATIENCE)
+        return shelf(source, **options)
+
+    with serving([Spec("a", "a"), Spec("b", "b")], load) as server, ThreadPoolExecutor() as pool:
+        connection = open_stream(server, model="b")
+        wait_for(begun.is_set)
+        connection.close()
+        wait_for(lambda: not server.service.admission.inside)
+        exchange = pool.submit(server.post, "/v1/models/b/reload", {})
+        wait_for(server.service.registry.places["b"].lock.locked)
+        hold.set()
+        assert exchange.result(PATIENCE)[0] == 200
+        assert shelf.loads == ["a", "b", "b"]
+        wait_for(lambda: [backend_of(model).closed for model in shelf.models] == [False, True, False])
+        assert text(server, "b") == "I am b"
+    assert all(backend_of(model).closed for model in shelf.models)
+
+
+@pytest.mark.parametrize("by", ["count", "memory"])
+def test_an_exchange_of_what_is_not_in_memory_makes_room_as_others_do(shelf: Shelf, by: str) -> None:
+    shelf.most = 1 if by == "memory" else 99
+    specs = [Spec("a", "a"), Spec("b", "b")]
+    with serving(specs, shelf, models_max=1 if by == "count" else 0) as server:
+        assert server.post("/v1/models/b/reload", {})[0] == 200
+        assert names(server) == ["b"]
+        shelf.broken["a"] = nan
+        assert server.post("/v1/models/a/reload", {})[0] == 409
+        del shelf.broken["a"]
+        assert text(server, "a") == "I am a"  # what failed holds no room
+        assert names(server) == ["a"]
 
 
 def test_reloading_what_is_not_there(server: Server) -> None:

@@ -106,6 +106,27 @@ def test_errors_are_plain(server: Server, client: ollama.Client) -> None:
         assert isinstance(answer["error"], str), path
 
 
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"num_predict": -7}, "options.num_predict: must be"),
+        ({"num_predict": 10**40}, "options.num_predict: must be"),
+        ({"temperature": "hot"}, "options.temperature: must be"),
+        ({"temperature": -1}, "options.temperature: must be"),
+        ({"top_k": -1}, "options.top_k: must be"),
+        ({"stop": 5}, "options.stop: must be"),
+        ({"seed": True}, "options.seed: must be"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_name_the_field_as_these_routes_have_it(server: Server, options: Any, said: str, stream: bool) -> None:
+    for path, prompt in (("/api/chat", {"messages": HI}), ("/api/generate", {"prompt": "x"})):
+        status, answer = server.post(path, {"model": "fake", "options": options, "stream": stream} | prompt)
+        assert status == 400 and answer["error"].startswith(said), answer
+        status, answer = server.post(path, {"model": "fake", "format": {"type": "strong"}, "stream": stream} | prompt)
+        assert status == 400 and answer["error"].startswith("format: cannot be enforced"), answer
+
+
 def test_an_error_in_a_stream() -> None:
     def rule(tokens: list[int]) -> int:
         if len(tokens) > 12:
@@ -134,6 +155,13 @@ def test_models(tiny: Server) -> None:
     assert shown.modelinfo["llama.embedding_length"] == 128
     assert client.embed("one", ["hello", "you"]).embeddings[0] != client.embed("one", "you").embeddings[0]
     assert len(client.embeddings("one", "hello").embedding) == 128
+    assert len(client.embed("one", "hello", dimensions=128).embeddings[0]) == 128
+    for fields, said in (
+        ({"input": "x", "dimensions": 7}, "dimensions: this"),
+        ({"input": ["x"] * 2049}, "input: has"),
+    ):
+        status, answer = tiny.post("/api/embed", {"model": "one"} | fields)
+        assert status == 400 and answer["error"].startswith(said), answer
 
 
 def test_loading_and_unloading(tiny: Server) -> None:

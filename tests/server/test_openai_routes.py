@@ -12,6 +12,8 @@ from conftest import ANSWER
 from fake import BOS, fake_model, hashed, says
 from harness import Server, serving_model
 
+from edgert.options import SamplingParams
+
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
 # FakeTemplate: "user: Hi\n" and the begin token
@@ -124,8 +126,6 @@ def test_seeds_of_several_answers_differ() -> None:
     def loud(tokens: list[int]) -> int:
         return hashed(tokens)
 
-    from edgert.options import SamplingParams
-
     with serving_model(fake_model(loud, SamplingParams(temperature=100, top_k=0, top_p=1, min_p=0))) as server:
         reply = server.ok(CHAT, messages=HI, n=3, max_tokens=12, seed=5)
         texts = [c["message"]["content"] for c in reply["choices"]]
@@ -134,6 +134,17 @@ def test_seeds_of_several_answers_differ() -> None:
         assert [c["message"]["content"] for c in again["choices"]] == texts
         third = server.ok(CHAT, messages=HI, max_tokens=12, seed=7)
         assert third["choices"][0]["message"]["content"] == texts[2]
+
+
+def test_answers_differ_where_the_seed_is_the_servers() -> None:
+    wild = SamplingParams(temperature=100, top_k=0, top_p=1, min_p=0, seed=5)
+    with serving_model(fake_model(hashed, wild)) as server:
+        texts = [c["message"]["content"] for c in server.ok(CHAT, messages=HI, n=3, max_tokens=12)["choices"]]
+        assert len(set(texts)) == 3
+        asked = server.ok(CHAT, messages=HI, n=3, max_tokens=12, seed=5)
+        assert [c["message"]["content"] for c in asked["choices"]] == texts
+        free = [server.ok(CHAT, messages=HI, n=2, max_tokens=12, seed=-1) for _ in range(2)]
+        assert len({c["message"]["content"] for reply in free for c in reply["choices"]}) == 4
 
 
 def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
@@ -220,6 +231,22 @@ def test_progress_of_the_prompt() -> None:
     assert len(done) > 4
     assert reports[-1]["processed"] == reports[-1]["total"] == 208
     assert set(reports[0]) == {"total", "cache", "processed", "time_ms"}
+
+
+def test_progress_begins_with_what_is_cached_and_has_timings_where_pieces_have() -> None:
+    with serving_model(fake_model(says("ok"), n_ctx=512, n_batch=32)) as server:
+        first, second = ([{"role": "user", "content": "x" * 200 + end}] for end in ("", "y" * 100))
+        server.ok(CHAT, messages=first, max_tokens=1)
+        events = server.events(CHAT, messages=second, return_progress=True, timings_per_token=True)
+    events = [event for event in events if "prompt_progress" in event]
+    assert events[0]["prompt_progress"]["cache"] == events[0]["prompt_progress"]["processed"] > 190
+    assert (events[0]["timings"]["prompt_n"], events[0]["timings"]["predicted_n"]) == (0, 0)
+    assert len(events) > 3
+    for event in events:
+        progress, timings = event["prompt_progress"], event["timings"]
+        assert (timings["cache_n"], timings["prompt_ms"]) == (progress["cache"], progress["time_ms"])
+        assert timings["prompt_n"] == progress["processed"] - progress["cache"]
+        assert all(value >= 0 for value in timings.values())
 
 
 # Prompts of /v1/completions
