@@ -50,11 +50,11 @@ def load(
     if not isinstance(backend, str) or backend not in ("auto", *NAMES):
         raise BackendUnavailableError(f"There is no backend {backend!r}: choose auto, {', '.join(NAMES)}.")
     if device is not None and not isinstance(device, str):
-        raise RequestError("device", f"must be a name that `edgert devices` shows, not {device!r}")
+        raise RequestError.wrong("device", "a name that `edgert devices` shows", device)
     if type(require) is not bool:
-        raise RequestError("require", f"must be True or False, not {require!r}")
+        raise RequestError.wrong("require", "True or False", require)
     if n_gpu_layers is not None and (type(n_gpu_layers) is not int or n_gpu_layers < -2):
-        raise RequestError("n_gpu_layers", f"must be a number of layers or -1 for all, not {n_gpu_layers!r}")
+        raise RequestError.wrong("n_gpu_layers", "a number of layers or -1 for all", n_gpu_layers)
     given = {"device": device, "n_gpu_layers": n_gpu_layers, "require": require or None}
     given |= {"cache_type_k": cache_type_k, "cache_type_v": cache_type_v}
     options |= {name: value for name, value in given.items() if value is not None}
@@ -114,6 +114,7 @@ Opener = Callable[["GGUFFile", dict[str, Any], dict[str, Any]], "Backend"]
 OPENERS: dict[str, Opener] = {"cpu": _cpu, "llama": _llama, "onnx": _onnx}
 
 _KINDS = {"int": int, "str": str, "bool": bool}
+_WORDS = {int: "an integer", str: "a text", bool: "true or false"}
 
 
 def check_options(options: Mapping[str, Any], backend: type[Backend]) -> None:
@@ -129,6 +130,6 @@ def check_options(options: Mapping[str, Any], backend: type[Backend]) -> None:
         if kind is None or (value is None and annotation.endswith(" | None")):
             continue
         if type(value) is not kind:
-            raise RequestError(name, f"must be of the type {kind.__name__}, not {type(value).__name__}")
+            raise RequestError.wrong(name, _WORDS[kind], value)
         if kind is int and value < (least := min(default, 1)):
-            raise RequestError(name, f"must be at least {least}, not {value}")
+            raise RequestError.wrong(name, f"at least {least}", value)

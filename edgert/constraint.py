@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.errors import RequestError
+from edgert.options import string
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -79,9 +80,9 @@ class Grammar:
         """
         found = []
         if grammar is not None and grammar != "":
-            found.append(cls("gbnf", _text("grammar", grammar), "grammar"))
+            found.append(cls("gbnf", string("grammar", grammar), "grammar"))
         if regex is not None and regex != "":
-            found.append(cls("regex", _text("regex", regex), "regex"))
+            found.append(cls("regex", string("regex", regex), "regex"))
         if json_schema is not None:
             found.append(cls("json_schema", schema_text("json_schema", json_schema), "json_schema"))
         if response_format is not None and (shape := _of_format(response_format)):
@@ -104,7 +105,7 @@ class Grammar:
 
 def _of_format(value: object) -> Grammar | None:
     if not isinstance(value, Mapping):
-        raise RequestError("response_format", f"must be an object with a type, not {type(value).__name__}")
+        raise RequestError.wrong("response_format", "an object with a type", value)
     kind = value.get("type")
     if kind == "text":
         return None
@@ -114,22 +115,16 @@ def _of_format(value: object) -> Grammar | None:
     if kind == "json_schema":
         inner = value.get("json_schema", value)
         if not isinstance(inner, Mapping) or "schema" not in inner:
-            raise RequestError("response_format.json_schema", "must be an object with a schema")
+            raise RequestError.wrong("response_format.json_schema", "an object with a schema", inner)
         field = "response_format.json_schema.schema"
         return Grammar("json_schema", schema_text(field, inner["schema"]), field)
     if kind == "regex":
         field = "response_format.pattern"
-        return Grammar("regex", _text(field, value.get("pattern")), field)
+        return Grammar("regex", string(field, value.get("pattern")), field)
     if kind == "grammar":
         field = "response_format.grammar"
-        return Grammar("gbnf", _text(field, value.get("grammar")), field)
-    raise RequestError("response_format.type", "must be text, json_object, json_schema, regex or grammar")
-
-
-def _text(field: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise RequestError(field, f"must be a text, not {type(value).__name__}")
-    return value
+        return Grammar("gbnf", string(field, value.get("grammar")), field)
+    raise RequestError.wrong("response_format.type", "text, json_object, json_schema, regex or grammar", kind)
 
 
 def schema_text(field: str, schema: object, *, trusted: bool = False) -> str:
@@ -144,7 +139,7 @@ def schema_text(field: str, schema: object, *, trusted: bool = False) -> str:
     except RecursionError:
         raise RequestError(field, "is nested too deeply") from None
     except (ValueError, TypeError):
-        raise RequestError(field, "must be a JSON schema: an object") from None
+        raise RequestError.wrong(field, "a JSON schema, which is an object", schema) from None
 
 
 def _check_schema(schema: object, field: str) -> None:

@@ -1,4 +1,6 @@
-"""What edgert raises when the input or the machine is at fault. This module imports nothing."""
+"""What edgert raises when the input or the machine is at fault. This module imports nothing when it is loaded."""
+
+SHOWN = 60  # characters of a wrong value that an error repeats
 
 
 class EdgertError(Exception):
@@ -49,6 +51,11 @@ class RequestError(EdgertError):
         self.reason = reason
         super().__init__(f"{field}: {reason}")
 
+    @classmethod
+    def wrong(cls, field: str, accepted: str, value: object) -> "RequestError":
+        """The error for a value that is not what is accepted, such as "an integer from 1 to 8"."""
+        return cls(field, f"must be {accepted}, not {shown(value)}")
+
 
 class QueueFullError(EdgertError):
     """No place is left in the queue; `retry_after` is the seconds in which those that wait will have begun."""
@@ -70,6 +77,19 @@ class QueueTimeoutError(EdgertError):
 
 class SessionError(EdgertError):
     """A saved session is damaged, or belongs to another model or another kind of cache."""
+
+
+def shown(value: object) -> str:
+    """A value in an error, as Python writes it: on one line, and no longer than is read, however large it is."""
+    import reprlib
+
+    writer = reprlib.Repr()
+    writer.maxlevel, writer.maxstring, writer.maxother = 2, SHOWN - 10, SHOWN
+    try:
+        text = " ".join(writer.repr(value).split())
+    except Exception:  # an integer of too many digits, or an object that cannot be written
+        text = f"a value of the type {type(value).__name__}"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 4]} ..."
 
 
 def _rebuilt(kind: type[EdgertError], arguments: tuple[object, ...]) -> EdgertError:

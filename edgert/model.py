@@ -342,7 +342,7 @@ class Model:
         ContextFullError; BackendUnavailableError where the backend does not show its hidden states.
         """
         if not isinstance(texts, str | Sequence | np.ndarray):
-            raise RequestError("input", f"must be a text, a list of texts or a list of ids, not {type(texts).__name__}")
+            raise RequestError.wrong("input", "a text, a list of texts or a list of ids", texts)
         several = not isinstance(texts, str) and len(texts) > 0 and isinstance(texts[0], str | Sequence | np.ndarray)
         if several and pooling == "none":
             raise RequestError("pooling", '"none" gives the states of one text: embed each by itself')
@@ -435,7 +435,7 @@ class Model:
         except (ValueError, OverflowError):
             given = np.empty((0, 0))
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise RequestError(field, "must be a list of token ids" + (" or a text" if field == "prompt" else ""))
+            raise RequestError.wrong(field, "a list of token ids" + (" or a text" if field == "prompt" else ""), ids)
         if given.size and (given.min() < 0 or given.max() >= self.backend.n_vocab):
             raise RequestError(field, f"has token ids outside the vocabulary of {self.backend.n_vocab}")
         return given.astype(np.int32)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, TypedDict
 
-from edgert.errors import RequestError
+from edgert.errors import RequestError, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,47 +23,43 @@ MOST_STOPS = 256  # texts of one request; each is looked for after every token, 
 
 def real(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
     """The value as a finite float in [low, high], or in (low, high] if `above`. Raises: RequestError."""
+    accepted = f"a number above {low:g} and at most {high:g}" if above else f"a number from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise RequestError(name, f"must be a number, not {type(value).__name__}")
+        raise RequestError.wrong(name, accepted, value)
     try:
         number = float(value)
     except OverflowError:
         number = -math.inf if value < 0 else math.inf
     if not (low < number if above else low <= number) or not number <= high or not math.isfinite(number):
-        bounds = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
-        raise RequestError(name, f"must be a number {bounds}, not {value if math.isfinite(number) else number}")
+        raise RequestError.wrong(name, accepted, value if math.isfinite(number) else number)
     return number
 
 
 def integer(name: str, value: object, low: int, high: int) -> int:
     """The value as an int in [low, high]. Raises: RequestError."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise RequestError(name, f"must be an integer, not {type(value).__name__}")
-    number = int(value)
-    if not low <= number <= high:
-        shown = str(number) if abs(number) < 1 << 70 else "one of many digits"
-        raise RequestError(name, f"must be an integer from {low} to {high}, not {shown}")
-    return number
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
+        raise RequestError.wrong(name, f"an integer from {low} to {high}", value)
+    return int(value)
 
 
 def string(name: str, value: object) -> str:
     """The value, which must be a text. Raises: RequestError."""
     if not isinstance(value, str):
-        raise RequestError(name, f"must be a text, not {type(value).__name__}")
+        raise RequestError.wrong(name, "a text", value)
     return value
 
 
 def named(name: str, value: object) -> Mapping[str, Any]:
     """The value, which must map names to something. Raises: RequestError."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise RequestError(name, f"must map names to values, not be a {type(value).__name__}")
+        raise RequestError.wrong(name, "an object, which gives names values", value)
     return value
 
 
 def function(name: str, value: object) -> None:
     """Raises: RequestError for a value that can neither be called nor is None."""
     if value is not None and not callable(value):
-        raise RequestError(name, f"must be a function, not {type(value).__name__}")
+        raise RequestError.wrong(name, "a function", value)
 
 
 @dataclass(frozen=True)
@@ -160,7 +156,7 @@ class Bias(dict[int, float]):
 
 def _logit_bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise RequestError("logit_bias", f"must map token ids to numbers, not be a {type(value).__name__}")
+        raise RequestError.wrong("logit_bias", "an object, which gives token ids numbers", value)
     bias = {}
     for key, number in value.items():
         try:
@@ -170,7 +166,7 @@ def _logit_bias(value: object) -> dict[int, float]:
                 raise ValueError
             token = int(key)
         except ValueError:
-            raise RequestError("logit_bias", "has a key that is not a token id") from None
+            raise RequestError("logit_bias", f"has the key {shown(key)}, which is not a token id") from None
         banned = number is False or number == -math.inf
         bias[token] = -math.inf if banned else real(f"logit_bias[{token}]", number, -100, 100)
     return bias
@@ -231,7 +227,7 @@ class Options:
             limits["stop"] = _stop(given["stop"])
         for name, usual in (("ignore_eos", False), ("logprobs", False), ("cache_prompt", True)):
             if name in given and not isinstance(given[name], bool):
-                raise RequestError(name, f"must be true or false, not {type(given[name]).__name__}")
+                raise RequestError.wrong(name, "true or false", given[name])
             limits[name] = given.get(name, usual)
         if "user" in given:
             limits["user"] = string("user", given["user"])
@@ -249,7 +245,7 @@ class Options:
 def _stop(value: object) -> tuple[str, ...]:
     stops = (value,) if isinstance(value, str) else value
     if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
-        raise RequestError("stop", "must be a text or a list of texts")
+        raise RequestError.wrong("stop", "a text or a list of texts", value)
     if len(stops) > MOST_STOPS:
         raise RequestError("stop", f"has more than {MOST_STOPS} texts")
     return tuple(text for text in stops if text)

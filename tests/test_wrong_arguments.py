@@ -14,12 +14,14 @@ from fake import N_VOCAB, fake_model
 
 import edgert
 from edgert.errors import (
+    SHOWN,
     ContextFullError,
     EdgertError,
     ModelFileError,
     QueueFullError,
     QueueTimeoutError,
     RequestError,
+    shown,
 )
 
 NOTHING = object()
@@ -48,6 +50,37 @@ def test_ids(ids: Any) -> None:
         refused("prompt", lambda: model.generate(ids))
         refused("prompt", lambda: model.logits(ids))
         refused("prompt", lambda: asyncio.run(model.agenerate(ids)))
+
+
+class Unwritable:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+DEEP: list[Any] = []
+for _ in range(10_000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (1.5, "1.5"),
+        ("a\nb", r"'a\nb'"),
+        (None, "None"),
+        (10**5000, "a value of the type int"),
+        ({"a": [[[1]]]}, "{'a': [[...]]}"),
+        (DEEP, "[[[...]]]"),
+        (list(range(10**6)), "[0, 1, 2, 3, 4, 5, ...]"),
+        (Unwritable(), "<Unwritable instance at 0x"),
+        (np.zeros((3, 3)), "array([[0., 0., 0.], "),
+    ],
+    ids=range(9),
+)
+def test_values_are_repeated_and_cut(value: Any, written: str) -> None:
+    assert str(RequestError.wrong("x", "a text", value)).startswith(f"x: must be a text, not {written}")
+    assert len(shown(value)) <= SHOWN
+    assert len(shown("x" * 10**7)) <= SHOWN
 
 
 def test_no_ids() -> None:

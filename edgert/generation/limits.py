@@ -60,4 +60,4 @@ class Limits:
         if self.comfort is not None:
             object.__setattr__(self, "comfort", real("comfort", self.comfort, 0.0, 10.0))
         if self.prefix_cache not in PREFIX_CACHES:
-            raise RequestError("prefix_cache", f"is one of {', '.join(PREFIX_CACHES)}, not {self.prefix_cache!r}")
+            raise RequestError.wrong("prefix_cache", f"one of {', '.join(PREFIX_CACHES)}", self.prefix_cache)

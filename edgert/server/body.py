@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from edgert.errors import shown
 from edgert.server.errors import ApiError
-
-T = TypeVar("T")
+from edgert.server.typed import T, convert
 
 PATIENCE = 60.0  # seconds for a body to come
 DRAINED = 64 << 20  # bytes beyond the limit that are read and forgotten, so that the client gets to read why
 
 MOST_PARTS = 1_000_000  # lists and objects; millions more would hold up everybody for seconds while they are read
-
-_AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
 
 
 async def read(request: Request, limit: int) -> bytes:
@@ -45,24 +42,12 @@ async def read(request: Request, limit: int) -> bytes:
 
 
 def parse(body: bytes, kind: type[T]) -> T:
-    """A body as a request. Raises: ApiError 400 that names the field, or says what is no JSON."""
+    """A body as a request. Raises: RequestError that names the field; ApiError 400 that says what is no JSON."""
     value = decode(body)
     if not isinstance(value, dict):
-        raise ApiError(400, "The body must be a JSON object.")
-    return convert(value, kind)
-
-
-def convert(value: Any, kind: type[T]) -> T:
-    """A JSON value as a request. Raises: ApiError 400 that names the field."""
+        raise ApiError(400, f"The body must be a JSON object, not {shown(value)}.")
     try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        message = str(error)
-        place = _AT.search(message)
-        missing = re.search(r"missing required field `(\w+)`", message)
-        field = ".".join(filter(None, [place[1] if place else "", missing[1] if missing else ""])) or None
-        reason = message[: place.start()] if place else message
-        raise ApiError(400, f"{field}: {reason}" if field else reason, param=field) from None
+        return convert(value, kind)
     except RecursionError:
         raise ApiError(400, "The body is nested too deeply.") from None
 

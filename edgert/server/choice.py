@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from edgert.options import integer, real
+
 if TYPE_CHECKING:
     from edgert.model import Model
 
@@ -20,6 +22,8 @@ class Choice:
     prompt:      prompts of more tokens go to the large one; 0: of any length may stay
     tokens:      so many first tokens of the small one's answer are looked at; 0: none
     sure:        their mean probability (geometric) from which on the small one answers
+
+    Raises: RequestError naming the field.
     """
 
     name: str
@@ -28,6 +32,11 @@ class Choice:
     prompt: int = 0
     tokens: int = 8
     sure: float = 0.5
+
+    def __post_init__(self) -> None:
+        for field in ("prompt", "tokens"):
+            integer(field, getattr(self, field), 0, 2**31 - 1)
+        real("sure", self.sure, 0, 1)
 
     async def takes_small(
         self, model: Model, prompts: Sequence[Sequence[int]], params: Mapping[str, Any], user: str, **limits: Any

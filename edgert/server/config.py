@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from edgert.errors import EdgertError, RequestError
+from edgert.errors import EdgertError, RequestError, shown
 from edgert.generation import Limits
 from edgert.options import SamplingParams, named
+from edgert.server import typed
 from edgert.server.choice import Choice
 from edgert.server.registry import Spec, duration
 
@@ -60,19 +59,19 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Ch
         raise EdgertError(f"{path} is not TOML: {error}.") from error
     models = content.pop("models", {})
     if not isinstance(models, dict) or not all(isinstance(table, dict) for table in models.values()):
-        raise EdgertError(f"{path}: models must be tables such as [models.NAME].")
+        raise EdgertError(f"{path}: models must be tables such as [models.NAME], not {shown(models)}.")
     choices = content.pop("choice", {})
     if not isinstance(choices, dict) or not all(isinstance(table, dict) for table in choices.values()):
-        raise EdgertError(f"{path}: choices must be tables such as [choice.NAME].")
+        raise EdgertError(f"{path}: choice must be tables such as [choice.NAME], not {shown(choices)}.")
     flags = {name.replace("-", "_"): value for name, value in content.items()}
     return flags, models, {name: _choice(name, table, path) for name, table in choices.items()}
 
 
 def _choice(name: str, table: Mapping[str, Any], path: str | Path) -> Choice:
     try:
-        return msgspec.convert({"name": name, **table}, Choice)
-    except msgspec.ValidationError as error:
-        raise EdgertError(f"{path}: choice.{name}: {error}.") from None
+        return typed.convert({**table, "name": name}, Choice, closed=True)
+    except RequestError as error:
+        raise EdgertError(f"{path}: choice.{name}.{error.field} {error.reason}.") from None
 
 
 def specs(
@@ -98,10 +97,10 @@ def specs(
             _check(options)
             keep_alive, source = duration(table.get("keep-alive", -1)), table.get("model", name)
             if not isinstance(source, str):
-                raise RequestError("model", f"must be a text, not {source!r}")
+                raise RequestError.wrong("model", "a text", source)
             aliases = table.get("aliases", [])
             if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
-                raise RequestError("aliases", f"must be a list of texts, not {aliases!r}")
+                raise RequestError.wrong("aliases", "a list of texts", aliases)
         except RequestError as error:
             key = keys.get(error.field) or f"{place}.{error.field}"
             raise EdgertError(f"{key} {error.reason}.") from error

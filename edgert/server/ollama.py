@@ -64,7 +64,7 @@ class Generating(msgspec.Struct, kw_only=True):
         elif isinstance(self.format, dict):
             given["json_schema"] = self.format
         elif self.format:
-            raise RequestError("format", "must be json or a JSON schema")
+            raise RequestError.wrong("format", "json or a JSON schema", self.format)
         return given
 
     def template_kwargs(self) -> Json:

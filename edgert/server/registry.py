@@ -364,4 +364,4 @@ def duration(value: object) -> float:
         with suppress(ValueError):
             if not math.isnan(seconds := float(text)):
                 return FOREVER if sign else seconds
-    raise RequestError("keep_alive", 'must be seconds, or a text such as "5m"')
+    raise RequestError.wrong("keep_alive", 'seconds, or a text such as "5m"', value)

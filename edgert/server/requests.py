@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from edgert.errors import RequestError
 from edgert.server.errors import ApiError
 
 MAX_CHOICES = 128  # answers that one request may ask for
@@ -49,10 +50,10 @@ class Generating(msgspec.Struct, kw_only=True):
 
     @property
     def choices(self) -> int:
-        """How many answers to one prompt. Raises: ApiError 400."""
+        """How many answers to one prompt. Raises: RequestError."""
         n = 1 if self.n is None else self.n
         if not 1 <= n <= MAX_CHOICES:
-            raise ApiError(400, f"n: must be an integer from 1 to {MAX_CHOICES}.", param="n")
+            raise RequestError.wrong("n", f"an integer from 1 to {MAX_CHOICES}", n)
         return n
 
     @property
@@ -155,16 +156,16 @@ class CompletionRequest(Generating, kw_only=True):
         if self.suffix:
             raise ApiError(400, "suffix: is not supported.", param="suffix")
         if self.best_of not in (None, self.choices):
-            raise ApiError(400, "best_of: must be the same as n.", param="best_of")
+            raise RequestError.wrong("best_of", f"{self.choices}, the same as n", self.best_of)
         return given
 
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, a text or token ids. Raises: ApiError 400."""
+        """Each prompt, a text or token ids. Raises: ApiError 400, RequestError."""
         return prompts_of("prompt", self.prompt)
 
 
 def prompts_of(field: str, value: Prompt) -> list[str | list[int]]:
-    """The texts or token ids that a field holds. Raises: ApiError 400 naming it."""
+    """The texts or token ids that a field holds. Raises: ApiError 400 or RequestError naming it."""
     if isinstance(value, str):
         return [value]
     if not value:
@@ -172,5 +173,5 @@ def prompts_of(field: str, value: Prompt) -> list[str | list[int]]:
     if all(isinstance(part, int) for part in value):
         return [value]  # type: ignore[list-item]
     if any(isinstance(part, int) or part == [] for part in value):
-        raise ApiError(400, f"{field}: must be texts, or token ids, or lists of token ids.", param=field)
+        raise RequestError.wrong(field, "texts, or token ids, or lists of token ids", value)
     return value  # type: ignore[return-value]

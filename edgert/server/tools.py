@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from edgert.constraint import WHITESPACE, Grammar
+from edgert.errors import RequestError
 from edgert.server.errors import ApiError
 from edgert.server.parsing import Calls
 
@@ -90,18 +91,15 @@ class Toolbox:
         choice: str | Mapping[str, Any] | None = None,
         parallel: bool | None = None,
     ) -> Toolbox | None:
-        """The tools of a request's fields; None when none may be called. Raises: ApiError 400 naming the field."""
+        """The tools of a request's fields; None when none may be called. Raises: ApiError 400 or RequestError."""
         if isinstance(choice, str) and choice not in ("none", "auto", "required"):
-            raise ApiError(400, "tool_choice: must be none, auto, required or a function.", param="tool_choice")
+            raise RequestError.wrong("tool_choice", "none, auto, required or a function", choice)
         if isinstance(choice, Mapping):
             function = choice.get("function")
             name = function.get("name") if isinstance(function, Mapping) else choice.get("name")
             if not isinstance(name, str):
-                raise ApiError(
-                    400,
-                    'tool_choice: must be such as {"type": "function", "function": {"name": ...}}.',
-                    param="tool_choice",
-                )
+                accepted = 'such as {"type": "function", "function": {"name": ...}}'
+                raise RequestError.wrong("tool_choice", accepted, choice)
             choice = f"={name}"
         if not tools:
             if choice not in (None, "none", "auto"):
@@ -205,25 +203,19 @@ def _plain(content: Any) -> str:
 
 
 def _tool(value: Mapping[str, Any], field: str) -> Tool:
-    """Raises: ApiError 400 that names what is wrong."""
+    """Raises: RequestError that names what is wrong."""
     kind = value.get("type", "function")
     if kind != "function":
-        raise ApiError(400, f"{field}.type: must be function, not {str(kind)[:40]!r}.", param=f"{field}.type")
+        raise RequestError.wrong(f"{field}.type", "function", kind)
     function = value.get("function")
     if not isinstance(function, Mapping):
-        raise ApiError(400, f"{field}.function: must be an object.", param=f"{field}.function")
+        raise RequestError.wrong(f"{field}.function", "an object", function)
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ApiError(
-            400,
-            f"{field}.function.name: must be of letters, digits, -, _ and ., 64 at most.",
-            param=f"{field}.function.name",
-        )
+        raise RequestError.wrong(f"{field}.function.name", "of letters, digits, -, _ and ., 64 at most", name)
     schema = function.get("parameters")
     if schema is None:
         schema = {"type": "object", "properties": {}}
     if not isinstance(schema, Mapping):
-        raise ApiError(
-            400, f"{field}.function.parameters: must be a JSON schema.", param=f"{field}.function.parameters"
-        )
+        raise RequestError.wrong(f"{field}.function.parameters", "a JSON schema", schema)
     return Tool(name, schema, function.get("strict") is True)

@@ -54,7 +54,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.kind is not None and self.kind not in KINDS:
-            raise RequestError("spec", f"must be one of {', '.join(KINDS)}, not {self.kind!r}")
+            raise RequestError.wrong("spec", f"one of {', '.join(KINDS)}", self.kind)
         integer("spec_max", self.most, 1, MOST)
         integer("spec_min", self.least, 0, self.most)
         real("spec_p_min", self.p_min, 0, 1)

@@ -80,7 +80,7 @@ def resolve(
     """
     text = os.fspath(name) if isinstance(name, str | os.PathLike) else None
     if not isinstance(text, str):
-        raise RequestError("model", f"must be a path or a name, not {type(name).__name__}")
+        raise RequestError.wrong("model", "a path or a name", name)
     if not text:
         raise RequestError("model", "is empty: give a path, or a name that `edgert ls` shows")
     scheme, _, rest = text.partition(":")

@@ -17,20 +17,21 @@ SPEAKERS = ("system", "developer", "user")  # whose messages are nothing without
 def checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The messages of a chat, whatever a caller gave. Raises: RequestError that names what is none."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise RequestError("messages", 'must be a list such as [{"role": "user", "content": "Hi"}]')
+        raise RequestError.wrong("messages", 'a list such as [{"role": "user", "content": "Hi"}]', messages)
     if not messages:
         raise RequestError("messages", "is empty")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise RequestError(f"messages[{i}]", "must be an object with role and content")
+            raise RequestError.wrong(f"messages[{i}]", "an object with role and content", message)
         if not isinstance(message.get("role"), str):
-            raise RequestError(f"messages[{i}].role", 'must be a text such as "user"')
+            raise RequestError.wrong(f"messages[{i}].role", 'a text such as "user"', message.get("role"))
         if message.get("content") is None and message["role"] in SPEAKERS:
             raise RequestError(f"messages[{i}].content", "is missing")
         for k, call in enumerate(objects(f"messages[{i}].tool_calls", message.get("tool_calls")) or ()):
             function = call.get("function")
-            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-                raise RequestError(f"messages[{i}].tool_calls[{k}].function.name", "must be a text")
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if not isinstance(name, str):
+                raise RequestError.wrong(f"messages[{i}].tool_calls[{k}].function.name", "a text", name)
     return [dict(message) for message in messages]
 
 
@@ -43,7 +44,7 @@ def objects(field: str, value: Any) -> list[Any] | None:
         or not isinstance(value, Sequence)
         or not all(isinstance(v, Mapping) for v in value)
     ):
-        raise RequestError(field, "must be a list of objects")
+        raise RequestError.wrong(field, "a list of objects", value)
     return list(value) or None
 
 
@@ -61,7 +62,7 @@ def shaped(message: dict[str, Any], shape: Shape, i: int) -> dict[str, Any]:
         texts = [_part_text(part, f"messages[{i}].content[{k}]") for k, part in enumerate(content)]
         content = "\n".join(texts) if shape == "text" else [{"type": "text", "text": t} for t in texts]
     elif not isinstance(content, str):
-        raise RequestError(f"messages[{i}].content", "must be a text or a list of parts")
+        raise RequestError.wrong(f"messages[{i}].content", "a text or a list of parts", content)
     if shape == "parts" and isinstance(content, str):
         content = [{"type": "text", "text": content}]
     return message | {"content": content}

@@ -112,6 +112,47 @@ def test_messages_are_needed(server: Server) -> None:
     assert server.fails(CHAT, model="fake")["param"] == "messages"
 
 
+@pytest.mark.parametrize(
+    "field, value, said",
+    [
+        ("top_k", 1.5, "top_k: must be an integer, not 1.5"),
+        ("top_k", -1, "top_k: must be an integer from 0 to 2147483647, not -1"),
+        ("temperature", "hot", "temperature: must be a number, not 'hot'"),
+        ("temperature", "hot " * 99,
+         "temperature: must be a number, not 'hot hot hot hot hot ho...ot hot hot hot hot hot '"),
+        ("temperature", 700, "temperature: must be a number from 0 to 100, not 700.0"),
+        ("n", 0, "n: must be an integer from 1 to 128, not 0"),
+        ("stop", 5, "stop: must be a text or a list, not 5"),
+        ("stop", ["a", 5], "stop[1]: must be a text, not 5"),
+        ("stream_options", {"include_usage": 5}, "stream_options.include_usage: must be true or false, not 5"),
+        ("logit_bias", {"5": 1, "7": "b"}, "logit_bias[7]: must be true, false or a number, not 'b'"),
+        ("logit_bias", {"a b": 1}, "logit_bias: has the key 'a b', which is not a token id"),
+        ("logit_bias", [[1, 2, 3]], "logit_bias[0]: must be a list of 2, not [1, 2, 3]"),
+        ("reasoning_effort", "utmost", "reasoning_effort: must be one of none, minimal, low, medium, high, xhigh, max, "
+                                       "not 'utmost'"),
+        ("keep_alive", "soon", "keep_alive: must be seconds, or a text such as \"5m\", not 'soon'"),
+        ("response_format", {"type": "xml"}, "response_format.type: must be text, json_object, json_schema, regex or "
+                                             "grammar, not 'xml'"),
+        ("tools", [{"type": "function", "function": 5}], "tools[0].function: must be an object, not 5"),
+        ("tool_choice", "some", "tool_choice: must be none, auto, required or a function, not 'some'"),
+        ("messages", [{"role": 5}], "messages[0].role: must be a text such as \"user\", not 5"),
+        ("messages", [{"role": "user", "content": {"a": 1}}],
+         "messages[0].content: must be a text or a list of parts, not {'a': 1}"),
+    ],
+)  # fmt: skip
+def test_the_value_and_what_would_do_are_told(server: Server, field: str, value: Any, said: str) -> None:
+    error = server.fails(CHAT, **{"messages": HI, field: value})
+    assert error["message"] == said
+    assert error["param"] == said.partition(": ")[0]
+
+
+def test_an_ollama_option_too(server: Server) -> None:
+    status, answer = server.post("/api/chat", {"messages": HI, "options": {"temperature": "hot"}})
+    assert (status, answer) == (400, {"error": "temperature: must be a number from 0 to 100, not 'hot'"})
+    status, answer = server.post("/api/chat", {"messages": HI, "format": "xml"})
+    assert (status, answer) == (400, {"error": "format: must be json or a JSON schema, not 'xml'"})
+
+
 def test_null_is_as_if_absent(server: Server) -> None:
     fields = [*NUMBERS, *COUNTS, "stop", "stream", "tools", "logit_bias", "response_format", "user", "stream_options"]
     assert server.ok(CHAT, messages=HI, **dict.fromkeys(fields))

@@ -154,7 +154,7 @@ def _typed(key: str, value: object, parameter: click.Parameter) -> object:
     else:
         words, kinds = "a text", (str,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise RequestError(key, f"must be {words}, not {value!r}")
+        raise RequestError.wrong(key, words, value)
     return value
 
 
