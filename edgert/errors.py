@@ -81,12 +81,14 @@ class SessionError(EdgertError):
 
 def shown(value: object) -> str:
     """A value in an error, as Python writes it: on one line, and no longer than is read, however large it is."""
+    import numbers
     import reprlib
 
     writer = reprlib.Repr()
     writer.maxlevel, writer.maxstring, writer.maxother = 2, SHOWN - 10, SHOWN
     try:
-        text = " ".join(writer.repr(value).split())
+        # NumPy's numbers are written as numbers.
+        text = str(value) if isinstance(value, numbers.Number) else " ".join(writer.repr(value).split())
     except Exception:  # an integer of too many digits, or an object that cannot be written
         text = f"a value of the type {type(value).__name__}"
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 4]} ..."

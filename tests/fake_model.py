@@ -69,7 +69,7 @@ class FakeTemplate:
 
 
 class FakeModel:
-    """Answers "you said TEXT", or by a word in the text: `count` counts slowly, `think`, `crash`, `full`."""
+    """Answers "you said TEXT", or by a word in the text: `count` counts slowly, `think`, `crash`, `full`, `poem`."""
 
     template: FakeTemplate | None = FakeTemplate()
     n_ctx = 4096
@@ -91,6 +91,9 @@ class FakeModel:
 
     def tokenize(self, text: str, **_: Any) -> list[int]:
         return list(text.encode())
+
+    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        return self.tokenize(" ".join(message["content"] for message in messages))
 
     def chat(self, messages: list[dict[str, str]], stream: bool = False, **params: Any) -> FakeStream:
         on_progress = params.pop("on_progress", None)
@@ -121,6 +124,10 @@ class FakeModel:
             return FakeStream([""] * 2000, 0.02, on_progress)
         if "think" in text:
             return FakeStream(["<th", "ink>\nhidden ", "thoughts</thi", "nk>\n\nthe answer"], 0.0)
+        if "poem" in text:
+            return FakeStream(
+                ["The so", "und of", " the waves, an", " ethe", "real mel", "ody is here to", " stay."], 0.0
+            )
         if "evil" in text:
             return FakeStream(["a\x1b]0;title\x07b\x1b[2Jc"], 0.0)
         return FakeStream(["you said ", repr(text)], 0.0, on_progress)

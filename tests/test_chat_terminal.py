@@ -436,7 +436,7 @@ def test_commands(screen: Screen, tmp_path: Path) -> None:
     screen.ask("/read /no/such/file", "cannot be read")
     screen.ask("/show messages", "system: Be short.")
     screen.ask("/regen", "you said 'a note")
-    screen.ask("/stats", "answers       3")
+    screen.ask("/stats", "answers       3 since the start")
     screen.ask("/save talk", "Saved")
     screen.ask("/undo", "Taken back: a note of two lines what is it?")
     screen.ask("/clear", "begins anew")
@@ -450,6 +450,42 @@ def test_commands(screen: Screen, tmp_path: Path) -> None:
     screen.leave()
     assert not (tmp_path / "out.json").exists()
     assert (tmp_path / "edgert" / "conversations" / "talk.json").stat().st_mode & 0o077 == 0
+
+
+def test_figures_are_of_the_conversation_as_it_is(tmp_path: Path) -> None:
+    with Screen(tmp_path) as screen:
+        screen.expect(HINT)
+        screen.ask("/stats", "context       0 of 4096 tokens: 0 exchanges")
+        screen.ask("hello", "you said")
+        screen.ask("/stats", "context       14 of 4096 tokens: 1 exchange")  # as the answer left it
+        screen.ask("hello again", "you said")
+        screen.ask("/save talk", "Saved")
+        screen.ask("/undo", "Taken back: hello again")
+        whole = len("hello you said 'hello'")
+        screen.ask("/stats", f"context       {whole} of 4096 tokens: 1 exchange")
+        screen.ask("/clear", "begins anew")
+        screen.ask("/stats", "context       0 of 4096 tokens: 0 exchanges")
+        screen.leave()
+    with Screen(tmp_path) as screen:
+        screen.expect(HINT)
+        screen.ask("/load talk", "Loaded 2 exchanges.")
+        whole += len(" hello again you said 'hello again'")
+        shown = screen.ask("/stats", f"context       {whole} of 4096 tokens: 2 exchanges")
+        assert "answers       0 since the start" in shown and "generated" not in shown
+        screen.leave()
+
+
+def test_answers_are_broken_between_words(tmp_path: Path) -> None:
+    """Of the width that the terminal has then."""
+    with Screen(tmp_path) as screen:
+        screen.expect(HINT)
+        for columns, end in (
+            (34, "waves, an\nethereal melody is here to stay.\n"),
+            (40, "ethereal\nmelody is here to stay.\n"),
+        ):
+            fcntl.ioctl(screen.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+            screen.ask("poem", end)
+        screen.leave()
 
 
 def test_history_is_kept(tmp_path: Path) -> None:

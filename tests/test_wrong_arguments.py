@@ -66,6 +66,7 @@ for _ in range(10_000):
     ("value", "written"),
     [
         (1.5, "1.5"),
+        (np.float32(1.0000001), "1.0000001"),
         ("a\nb", r"'a\nb'"),
         (None, "None"),
         (10**5000, "a value of the type int"),
@@ -75,7 +76,7 @@ for _ in range(10_000):
         (Unwritable(), "<Unwritable instance at 0x"),
         (np.zeros((3, 3)), "array([[0., 0., 0.], "),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_values_are_repeated_and_cut(value: Any, written: str) -> None:
     assert str(RequestError.wrong("x", "a text", value)).startswith(f"x: must be a text, not {written}")

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from edgert.cli.progress import ProgressLine, bar
+from edgert.cli.wrapping import Wrapper
 
 if TYPE_CHECKING:
     from edgert.reply import Progress, Stats
     from edgert.stream import Stream
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+FORMAL = frozenset({"grammar", "json_schema"})  # fields of a request whose answer is shown as it is
 LONG_PROMPT = 128  # tokens to compute from which on a progress bar is shown
 
 # A model's text must not move the cursor, change the title or answer to the shell.
@@ -121,24 +123,30 @@ class Answer:
         self.stats: Stats | None = None
 
 
-def show(stream: Stream, line: ProgressLine, answer: Answer, styled: bool) -> None:
+def show(stream: Stream, line: ProgressLine, answer: Answer, styled: bool, wrap: bool = True) -> None:
     """Writes a stream to standard output as it comes; Ctrl+C stops it and keeps what came.
 
     styled:  the output is a terminal: thinking is dimmed and control characters are left out
+    wrap:    and lines are broken between words
     """
-    painter = Painter()
+    painter, wrapper = Painter(), Wrapper() if wrap else None
+
+    def write(text: str) -> None:
+        sys.stdout.write(wrapper.push(text) if wrapper and styled else text)
+        sys.stdout.flush()
+
     with interrupts(stream.cancel):
         try:
             for chunk in stream:
                 line.clear()
                 answer.text += chunk.text
                 answer.finish_reason, answer.stats = chunk.finish_reason, chunk.stats
-                sys.stdout.write(painter.push(chunk.text) if styled else chunk.text)
-                sys.stdout.flush()
+                write(painter.push(chunk.text) if styled else chunk.text)
         finally:
             line.clear()
             if styled:
-                sys.stdout.write(painter.close())
+                write(painter.close())
+                sys.stdout.write(wrapper.close() if wrapper else "")
                 sys.stdout.flush()
 
 

@@ -221,6 +221,8 @@ def _save(chat: Chat, rest: str) -> None:
 
 def _load(chat: Chat, rest: str) -> None:
     from edgert import session
+    from edgert.cli.answer import printable
+    from edgert.cli.terminal import wrapped
 
     path = _session(chat, rest, "load")
     plain = chat.sessions / f"{rest}.json"
@@ -248,35 +250,31 @@ def _load(chat: Chat, rest: str) -> None:
     chat.note(f"Loaded {turns} exchange{'s' if turns != 1 else ''}{other}.{why}")
     if turns:
         question, answer = (turn["content"] for turn in conversation.turns[-2:])
-        chat.say(f">>> {question if len(question) < 400 else question[:200] + ' … ' + question[-180:]}\n{answer}")
+        short = question if len(question) < 400 else question[:200] + " … " + question[-180:]
+        chat.say(wrapped(f">>> {short}\n{printable(answer)}"))
 
 
 def _stats(chat: Chat, rest: str) -> None:
     from edgert.cli.answer import guesses
 
-    total, last = chat.totals, chat.last
-    if last is None:
-        raise EdgertError("There are no figures before the first answer.")
-    used = last.cache_n + last.prompt_n + last.predicted_n if chat.conversation.turns else 0
-    read = total["prompt_n"] + total["cache_n"]
-    memory = chat.model.backend.memory()
-    drafts = f"drafts        {guesses(total['draft_n'], total['draft_n_accepted'])}\n" if total["draft_n"] else ""
-    per_token = memory.pop("kv_per_token", 0)
-    details = chat.model.verdict.details
-    chat.say(
-        f"answers       {total['answers']:.0f}\n"
-        f"prompt        {read:.0f} tokens, {total['cache_n']:.0f} of them from the cache; "
-        f"{_per_second(total['prompt_n'], total['prompt_ms'])}\n"
-        f"generated     {total['predicted_n']:.0f} tokens; {_per_second(total['timed_n'], total['predicted_ms'])}\n"
-        f"{drafts}"
-        f"context       {used} of {chat.model.n_ctx} tokens\n"
-        f"memory        {', '.join(f'{name} {size / 1e6:.0f} MB' for name, size in memory.items())}"
-        + (
-            f"\ncache         keys {details['type_k']}, values {details['type_v']}, {per_token / 1e3:.1f} kB per token"
-            if per_token
-            else ""
-        )
-    )
+    total, memory, details = chat.totals, chat.model.backend.memory(), chat.model.verdict.details
+    read, per_token = total["prompt_n"] + total["cache_n"], memory.pop("kv_per_token", 0)
+    exchanges = len(chat.conversation.turns) // 2
+    lines = [f"answers       {total['answers']:.0f} since the start"]
+    if total["answers"]:
+        rate = _per_second(total["prompt_n"], total["prompt_ms"])
+        lines.append(f"prompt        {read:.0f} tokens, {total['cache_n']:.0f} of them from the cache; {rate}")
+        rate = _per_second(total["timed_n"], total["predicted_ms"])
+        lines.append(f"generated     {total['predicted_n']:.0f} tokens; {rate}")
+    if total["draft_n"]:
+        lines.append(f"drafts        {guesses(total['draft_n'], total['draft_n_accepted'])}")
+    held = f"{exchanges} exchange{'s' if exchanges != 1 else ''}"
+    lines.append(f"context       {chat.used()} of {chat.model.n_ctx} tokens: {held}")
+    lines.append(f"memory        {', '.join(f'{name} {size / 1e6:.0f} MB' for name, size in memory.items())}")
+    if per_token:
+        kinds = f"keys {details['type_k']}, values {details['type_v']}"
+        lines.append(f"cache         {kinds}, {per_token / 1e3:.1f} kB per token")
+    chat.say("\n".join(lines))
 
 
 def _per_second(count: float, milliseconds: float) -> str:

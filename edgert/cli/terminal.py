@@ -6,15 +6,15 @@ import contextlib
 import os
 import re
 import select
-import shutil
 import signal
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from edgert.cli.wrapping import wrapped_whole
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -32,11 +32,7 @@ def clean(text: str) -> str:
 
 def wrapped(text: str) -> str:
     """The text broken between words where a terminal would break it within one; as it is where output is none."""
-    if not sys.stdout.isatty():
-        return text
-    width = max(20, shutil.get_terminal_size().columns)
-    lines = (textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n"))
-    return "\n".join(lines)
+    return wrapped_whole(text) if sys.stdout.isatty() else text
 
 
 def unquote(text: str) -> str:

@@ -80,7 +80,8 @@ class Chat:
         self.request = request
         self.verbose = verbose
         self.attachment = ""
-        self.last: Stats | None = None
+        self._last: Stats | None = None  # of the last answer, if the conversation then ended with it
+        self._last_messages: list[dict[str, str]] = []
         self.totals = dict.fromkeys(
             ("answers", "cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "timed_n", *DRAFTS), 0.0
         )
@@ -158,7 +159,7 @@ class Chat:
 
         Raises: click.ClickException never; an error of the model is shown and the message taken back.
         """
-        from edgert.cli.answer import Answer, PromptProgress, rates, show
+        from edgert.cli.answer import FORMAL, Answer, PromptProgress, rates, show
 
         if self._ahead is not None:
             self._ahead.cancel()  # what it has read stays in the cache
@@ -173,7 +174,7 @@ class Chat:
                     on_progress=PromptProgress(self._line),
                     **self.request,
                 )
-                show(stream, self._line, answer, styled)
+                show(stream, self._line, answer, styled, wrap=not FORMAL & self.request.keys())
         except KeyboardInterrupt:
             answer.finish_reason = "cancelled"
         except ContextFullError as error:
@@ -197,19 +198,22 @@ class Chat:
         elif not kept and not problem:
             self.note("The model had nothing to say; the message is taken back.")
         if answer.stats:
-            self._count(answer.stats)
+            self._count(answer.stats, kept)
             if self.verbose:
-                self.note(f"{rates(answer.stats)} · context {self._used()}/{self.model.n_ctx}")
+                self.note(f"{rates(answer.stats)} · context {self.used()}/{self.model.n_ctx}")
         if styled:
             click.echo()
         return kept
 
-    def _used(self) -> int:
-        last = self.last
-        return last.cache_n + last.prompt_n + last.predicted_n if last else 0
+    def used(self) -> int:
+        """Tokens of the context that the conversation takes: as the last answer left it, or as it is read next."""
+        messages = self.conversation.messages()
+        if self._last is not None and messages == self._last_messages:
+            return self._last.cache_n + self._last.prompt_n + self._last.predicted_n
+        return len(self.model.render(messages, add_generation_prompt=False)) if self.conversation.turns else 0
 
-    def _count(self, stats: Stats) -> None:
-        self.last = stats
+    def _count(self, stats: Stats, kept: bool) -> None:
+        self._last, self._last_messages = (stats if kept else None), self.conversation.messages()
         self.totals["answers"] += 1
         self.totals["timed_n"] += stats.timed_n
         for name, value in stats.as_dict().items():

@@ -41,7 +41,7 @@ def command(
     if flags["stop"]:
         request["stop"] = flags["stop"]
     flags.pop("stop")
-    from edgert.cli.answer import Answer, PromptProgress, rates, show
+    from edgert.cli.answer import FORMAL, Answer, PromptProgress, rates, show
 
     if not raw and not text.strip():
         raise click.UsageError("The prompt is empty: there is nothing to answer; --raw begins a text from nothing.")
@@ -75,7 +75,7 @@ def command(
             click.echo(json.dumps(result, ensure_ascii=False))
         else:
             styled = sys.stdout.isatty()
-            show(stream, line, answer, styled)
+            show(stream, line, answer, styled, wrap=not (raw or model.template is None or FORMAL & request.keys()))
             if styled or not answer.text.endswith("\n"):
                 click.echo()
         if verbose and answer.stats:
