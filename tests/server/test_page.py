@@ -15,6 +15,8 @@ from harness import Server, serving_model
 
 from edgert.server.service import Settings
 
+# Kinds of messages in the console that tell of something wrong; what Chromium thinks of forms is for debugging.
+TOLD = ("error", "warning", "debug")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -68,7 +70,7 @@ def page(browser: Any) -> Iterator[Any]:
     page = context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("console", lambda message: problems.append(message.text) if message.type in TOLD else None)
     page.set_default_timeout(1e3 * PATIENCE)
     yield page
     context.close()
@@ -104,7 +106,7 @@ def test_the_pages_own_policy_lets_it_work(server: Server, browser: Any) -> None
     page = browser.new_page()
     page.set_default_timeout(1e3 * PATIENCE)
     problems: list[str] = []
-    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("console", lambda message: problems.append(message.text) if message.type in TOLD else None)
     page.goto(server.url)
     page.wait_for_selector("#model option", state="attached")
     page.fill("#message", "Hi")
@@ -177,6 +179,20 @@ def test_a_key_is_asked_for(page: Any) -> None:
         page.click("#send")
         page.wait_for_function("document.getElementById('status').textContent === 'Answered.'")
         assert page.locator(".turn.assistant div").inner_text() == "ok"
+
+
+def test_enter_in_a_setting_stays_on_the_page(page: Any, server: Server) -> None:
+    """A form sends its fields where the page came from, and loads it anew, unless it is kept from that."""
+    page.goto(server.url)
+    page.click("summary:has-text('Settings')")
+    page.evaluate("window.here = true")
+    page.fill("#key", "secret")
+    page.press("#key", "Enter")
+    page.fill("#seed", "5")
+    page.press("#seed", "Enter")
+    page.wait_for_function("localStorage.getItem('edgert.seed') === '5'")
+    assert page.evaluate("window.here && sessionStorage.getItem('edgert.key') === 'secret'")
+    assert page.url.rstrip("/") == server.url.rstrip("/")
 
 
 def test_a_narrow_window_shows_all(page: Any, server: Server) -> None:

@@ -167,6 +167,7 @@ async function models() {
 }
 
 $("ask").addEventListener("submit", (event) => { event.preventDefault(); ask(); });
+$("settings").addEventListener("submit", (event) => event.preventDefault()); // Enter in a field changes it, no more
 $("stop").addEventListener("click", () => running?.abort());
 $("message").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); ask(); }
