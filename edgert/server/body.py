@@ -15,7 +15,6 @@ from edgert.server.typed import T, convert
 
 PATIENCE = 60.0  # seconds for a body to come
 DRAINED = 64 << 20  # bytes beyond the limit that are read and forgotten, so that the client gets to read why
-
 MOST_PARTS = 1_000_000  # lists and objects; millions more would hold up everybody for seconds while they are read
 
 

@@ -148,7 +148,7 @@ def test_the_value_and_what_would_do_are_told(server: Server, field: str, value:
 
 def test_an_ollama_option_too(server: Server) -> None:
     status, answer = server.post("/api/chat", {"messages": HI, "options": {"temperature": "hot"}})
-    assert (status, answer) == (400, {"error": "temperature: must be a number from 0 to 100, not 'hot'"})
+    assert (status, answer) == (400, {"error": "options.temperature: must be a number from 0 to 100, not 'hot'"})
     status, answer = server.post("/api/chat", {"messages": HI, "format": "xml"})
     assert (status, answer) == (400, {"error": "format: must be json or a JSON schema, not 'xml'"})
 
