@@ -200,10 +200,10 @@ def _on_gpus(request: Request, a: Architecture) -> list[Place]:
         return footprint.gpu_bytes(request.file, a, n * request.n_parallel, each)
 
     def needed(n: int) -> int:
-        return sum(cost(n)) + (len(free) - 1) * cost(n)[2] + _draft_bytes(request, n)
+        return sum(cost(n)) + (len(free) - 1) * cost(n)[2]
 
     weights, kv, buffers = cost(request.n_ctx)
-    memory = _memory(Footprint(weights, kv, 0, buffers * len(free)), _draft_bytes(request, request.n_ctx))
+    memory = _memory(Footprint(weights, kv, 0, buffers * len(free)), 0)  # a draft is the processor's
     place = _place("llama", name, memory, sum(free), needed, a, request.n_ctx, {})
     n_positions = request.n_ctx * request.n_parallel
     fit = devices.layers_that_fit(request.file, a, free, n_positions, each, footprint.N_UBATCH)

@@ -168,6 +168,17 @@ def test_a_draft_shares_the_threads_of_its_target(tiny_model: Tiny) -> None:
     target.close()
 
 
+def test_the_draft_of_another_engine_runs_on_the_processor(tiny_model: Tiny) -> None:
+    """Which guesses in one call; a call of llama.cpp for each token costs a GPU more than guesses bring."""
+    pytest.importorskip("llama_cpp")
+    path = tiny_model("llama")
+    with edgert.load(path, backend="llama", draft=path, spec_min=3, spec_max=3, n_ctx=128, n_threads=1) as model:
+        assert model.speculator is not None and model.speculator.model is not None
+        draft = model.speculator.model.backend
+        assert draft.verdict.backend == "cpu" and "guess" in draft.capabilities and "check" not in draft.capabilities
+        assert model.generate([5, 6, 7], max_tokens=8, temperature=0, ignore_eos=True).stats.draft_n > 0
+
+
 @pytest.mark.parametrize("token, sequence", [(-1, 0), (384, 0), (0, 1), (0, -1)])
 def test_a_wrong_single_step_is_refused(tiny_model: Tiny, token: int, sequence: int) -> None:
     backend = backends.load(tiny_model("llama"), backend="cpu", n_ctx=4, n_threads=1)

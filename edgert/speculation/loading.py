@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.backends.base import Backend
-from edgert.errors import EdgertError, RequestError
+from edgert.errors import EdgertError, RequestError, UnsupportedFormatError
 from edgert.options import integer, real
 from edgert.speculation.draft_model import DraftModel
 from edgert.speculation.economics import Costs
@@ -122,14 +122,13 @@ def speculator(
 def _load(
     draft: GGUFFile, target: Backend, most: int, n_threads: int | None, progress: Callable[[int, int], None] | None
 ) -> Backend:
-    """The draft on the engine that runs the target, with as many sequences."""
+    """The draft, with as many sequences as the target: on the processor, whose engine guesses in one call what other
+    engines need a call a token for, beside a target on a GPU too."""
     from edgert import backends
+    from edgert.backends.cpu.draft import CpuDraft
 
     n_ctx = min(target.n_ctx, draft.get(f"{draft.architecture}.context_length", int))
-    name = target.verdict.backend
-    if name == "cpu":
-        from edgert.backends.cpu.draft import CpuDraft
-
+    try:
         return CpuDraft(
             draft,
             n_guesses=most,
@@ -141,7 +140,9 @@ def _load(
             beside=target,
             progress=progress,
         )
-    return backends.load(draft, backend=name, n_ctx=n_ctx, n_threads=n_threads, n_seq_max=target.n_seq_max)
+    except UnsupportedFormatError:
+        name = target.verdict.backend
+        return backends.load(draft, backend=name, n_ctx=n_ctx, n_threads=n_threads, n_seq_max=target.n_seq_max)
 
 
 def _common(file: GGUFFile) -> NDArray[np.int64] | None:

@@ -55,7 +55,7 @@ class Report:
         start = time.perf_counter()
         try:
             result = work() if start < self.end else {"left out": "no time"}
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             traceback.print_exc()
             result = {"failed": f"{type(error).__name__}: {error}"}
         self.results[name] = result
@@ -466,6 +466,14 @@ def of_partial(m: Machine) -> Steps:
     yield "partial offload", lambda: partial(m.large, size // 2 + 1024, m.binary, **m.alone[0])
 
 
+def of_waist(m: Machine) -> Steps:
+    """Of the models with a tokenizer; of the draft that comes with edgert where there are none."""
+    import waist
+
+    for path in [path for path in m.models if path != m.large] or [waist.DRAFT]:
+        yield from waist.of(path).items()
+
+
 def of_split(m: Machine) -> Steps:
     """Several GPUs: a build that cannot split rows says so, llama-bench in its way, and both are noted."""
     if len(m.gpus) < 2:
@@ -494,6 +502,7 @@ STEPS: dict[str, Callable[[Machine], Steps]] = {
     "auto": of_auto,
     "memory": of_memory,
     "hiding": of_hiding,
+    "waist": of_waist,
     "split": of_split,
     "rates": of_rates,
     "parity": of_parity,

@@ -15,8 +15,9 @@ tar -C "$source" -cJf "$folder/llama.tar.xz" \
     --exclude='*/ggml-hexagon' --exclude='*/ggml-metal' --exclude='*/ggml-cann' --exclude='*/ggml-webgpu' \
     --exclude='*/tools/ui/src' --exclude='*/tools/ui/node_modules' --exclude='*/.git' vendor/llama.cpp llama_cpp
 python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
-    --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-    -d "$folder/wheels" gguf platformdirs prompt_toolkit wcwidth diskcache nvidia-ml-py
+    --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+    --platform manylinux2014_x86_64 -d "$folder/wheels" gguf platformdirs prompt_toolkit wcwidth diskcache nvidia-ml-py \
+    filelock starlette uvicorn h11 anyio msgspec prometheus-client llguidance
 if [ -n "$model" ]; then
     (cd "$folder" && split -b 45M -d -a 2 "$(realpath "$model")" "$(basename "$model").part")
 fi
