@@ -410,7 +410,8 @@ class Model:
         banned = end_ids if options.ignore_eos else ()
         sampler = Sampler(options.sampling, self.backend.n_vocab, banned, self._sample_kernel)
         constraint = self.compile(options.grammar) if options.grammar else None
-        task = Generation(self._ids(prompt), options, sampler, self.tokenizer.stream_decoder(), end_ids, constraint)
+        decoder = self.tokenizer.stream_decoder(special=options.visible)
+        task = Generation(self._ids(prompt), options, sampler, decoder, end_ids, constraint)
         self._engine.submit(task)
         return Stream(task, on_progress, self)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, TypedDict
@@ -189,6 +189,7 @@ class Options:
     cache_prompt:  whether what is cached of earlier prompts may serve
     grammar:       what the reply must look like; requests give it as `grammar` (GBNF), `json_schema`, `regex` or
                    `response_format`
+    visible:       control tokens whose names are part of the text, such as marks of calls
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -203,6 +204,7 @@ class Options:
     queue_timeout: float | None = None
     cache_prompt: bool = True
     grammar: Grammar | None = None
+    visible: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, defaults: SamplingParams, **request: Any) -> Options:
@@ -239,6 +241,11 @@ class Options:
         if "top_logprobs" in given:
             limits["top_logprobs"] = integer("top_logprobs", given["top_logprobs"], 0, 20)
             limits["logprobs"] = limits["logprobs"] or limits["top_logprobs"] > 0
+        if "visible" in given:
+            tokens = given["visible"]
+            if isinstance(tokens, str) or not isinstance(tokens, Iterable):
+                raise RequestError.wrong("visible", "a list of token ids", tokens)
+            limits["visible"] = frozenset(integer("visible", token, 0, 2**31 - 1) for token in tokens)
         return cls(sampling=replace(defaults, **sampling), **limits)
 
 
@@ -283,3 +290,4 @@ class Params(TypedDict, total=False):
     json_schema: Mapping[str, Any] | str | bool | None
     regex: str | None
     response_format: Mapping[str, Any] | None
+    visible: Iterable[int] | None

@@ -6,7 +6,7 @@ import codecs
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -150,16 +150,21 @@ class FakeTokenizer:
     def piece(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else {BOS: b"<s>", EOS: b"</s>"}.get(token, b"<end>")
 
-    def stream_decoder(self) -> FakeDecoder:
-        return FakeDecoder()
+    def stream_decoder(self, *, special: Collection[int] = ()) -> FakeDecoder:
+        return FakeDecoder(self, special)
+
+    @property
+    def control_names(self) -> dict[str, int]:
+        return {self.piece(token).decode(): token for token in self.control_ids}
 
 
 class FakeDecoder:
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: FakeTokenizer, special: Collection[int]) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._tokenizer, self._special = tokenizer, special
 
     def push(self, token: int) -> str:
-        return self._utf8.decode(bytes([token]) if token < 256 else b"")
+        return self._utf8.decode(self._tokenizer.piece(token) if token < 256 or token in self._special else b"")
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

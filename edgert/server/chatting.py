@@ -62,6 +62,8 @@ async def prepare(
     params = await compiled(model, params)
     if not free:
         return Chat(ids, params, Plain)
+    if box and (visible := style.visible(model.tokenizer.control_names)):
+        params = {**params, "visible": visible}
     begun = b"".join(map(model.tokenizer.piece, ids[-8:])).rstrip().endswith(Thoughts.BEGIN.encode())
 
     def parser() -> Parser:

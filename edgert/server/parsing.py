@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from edgert.server.calls import calls_in
 from edgert.stopping import overlap
 
 Delta = dict[str, Any]
@@ -95,16 +96,23 @@ class Thoughts:
 class Calls:
     """Calls of tools between marks, or, where an answer may be nothing but calls, at its beginning.
 
-    names:  of the tools that there are; what calls another one stays text
+    tools:  schemas of arguments by the tools' names; what calls another tool stays text
     bare:   whether an answer that begins like JSON is a call
+    marks:  how calls begin and end; an end of "" is that of the answer
     """
 
     BEGIN, END = "<tool_call>", "</tool_call>"
 
-    def __init__(self, names: Collection[str], bare: bool) -> None:
-        self._names = names
+    def __init__(
+        self,
+        tools: Mapping[str, Mapping[str, Any]],
+        bare: bool = False,
+        marks: Sequence[tuple[str, str]] = ((BEGIN, END),),
+    ) -> None:
+        self._tools, self._marks = tools, marks
         self._held = ""
         self._state = "start" if bare else "text"
+        self._begin = self._end = ""  # of the call that is read
         self._count = 0
 
     def push(self, text: str) -> list[Delta]:
@@ -119,44 +127,43 @@ class Calls:
         if self._state == "start":
             begin = self._held.lstrip()
             if begin:
-                self._state = "bare" if begin[0] in "{[" else "text"
+                self._state = "bare" if begin[0] in "{[" and not self._may_begin(begin) else "text"
             return bool(begin)
         if self._state == "text":
-            before, found, rest = self._held.partition(self.BEGIN)
-            if found:
-                self._held, self._state = rest, "call"
+            places = [(at, mark) for mark in self._marks if (at := self._held.find(mark[0])) >= 0]
+            if places:
+                at, (self._begin, self._end) = min(places, key=lambda place: (place[0], -len(place[1][0])))
+                before, self._held = self._held[:at], self._held[at + len(self._begin) :]
+                self._state = "call"
                 if before.strip():
                     deltas.append({"content": before.rstrip()})
                 return True
-            sure, self._held = _sure(self._held, self.BEGIN)
+            sure = min((_sure(self._held, begin)[0] for begin, _ in self._marks), key=len)
+            self._held = self._held[len(sure) :]
             if sure:
                 deltas.append({"content": sure})
             return False
-        if self._state == "call":
-            inside, found, rest = self._held.partition(self.END)
+        if self._state == "call" and self._end:
+            inside, found, rest = self._held.partition(self._end)
             if not found:
                 return False
             self._held, self._state = rest, "text"
-            deltas += self._calls(inside) or [{"content": f"{self.BEGIN}{inside}{self.END}"}]
+            deltas += self._calls(inside) or [{"content": f"{self._begin}{inside}{self._end}"}]
             return True
         return False
 
+    def _may_begin(self, text: str) -> bool:
+        """Whether a text is, or may become, a mark."""
+        return any(text.startswith(begin) or begin.startswith(text) for begin, _ in self._marks)
+
     def _calls(self, text: str) -> list[Delta]:
         """The calls that a text makes, none if it is no sound call."""
-        found = []
-        for value in _values(text):
-            name = value.get("name") if isinstance(value, dict) else None
-            arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
-            if isinstance(arguments, str):
-                arguments = next(iter(_values(arguments)), None)
-            if name not in self._names or not isinstance(arguments, dict):
-                return []
-            found.append((name, json.dumps(arguments, ensure_ascii=False)))
         deltas: list[Delta] = []
-        for name, arguments in found:
+        for name, arguments in calls_in(text, self._tools):
             head = {"index": self._count, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+            told = json.dumps(arguments, ensure_ascii=False)
             deltas.append({"tool_calls": [head | {"function": {"name": name, "arguments": ""}}]})
-            deltas.append({"tool_calls": [{"index": self._count, "function": {"arguments": arguments}}]})
+            deltas.append({"tool_calls": [{"index": self._count, "function": {"arguments": told}}]})
             self._count += 1
         return deltas
 
@@ -166,7 +173,7 @@ class Calls:
         if self._state in ("call", "bare"):
             deltas = self._calls(held)
             if not deltas:
-                deltas = [{"content": (self.BEGIN if self._state == "call" else "") + held}]
+                deltas = [{"content": (self._begin if self._state == "call" else "") + held}]
         elif held and (not self._count or held.strip()):
             deltas = [{"content": held}]
         return deltas, "tool_calls" if self._count and reason == "stop" else reason
@@ -176,18 +183,3 @@ def _sure(text: str, mark: str) -> tuple[str, str]:
     """A text, cut before what may become the mark and the white space in front of that."""
     sure = text[: len(text) - overlap(text, mark)].rstrip()
     return sure, text[len(sure) :]
-
-
-def _values(text: str) -> list[Any]:
-    """The JSON values of a text: one, several one behind the other, or those of a list; none if there is more."""
-    decoder, at, found = json.JSONDecoder(), 0, []
-    text = text.strip()
-    while at < len(text):
-        try:
-            value, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            return []
-        found += value if isinstance(value, list) else [value]
-        while at < len(text) and text[at] in " \t\r\n;,":
-            at += 1
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from edgert.constraint import WHITESPACE, Grammar
@@ -29,6 +29,36 @@ To call a function, write its name and its arguments as JSON between two marks:
 </tool_call>"""
 
 
+HERMES = (Calls.BEGIN, Calls.END)
+# How families mark a call: its beginning, its end ("": that of the answer), and marks within it. The first whose
+# beginning a template has is the one that it shows its model.
+MARKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("<|tool_call_start|>", "<|tool_call_end|>", ()),
+    (
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),
+    ("<|START_ACTION|>", "<|END_ACTION|>", ()),
+    ("<|tools_prefix|>", "<|tools_suffix|>", ()),
+    ("<|tool_call>", "<tool_call|>", ('<|"|>',)),
+    (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    ),
+    ("<minimax:tool_call>", "</minimax:tool_call>", ()),
+    ("<seed:tool_call>", "</seed:tool_call>", ()),
+    ("<TOOLCALL>", "</TOOLCALL>", ()),
+    ("<tool_calls>", "</tool_calls>", ()),
+    ("<|tool_call|>", "<|/tool_call|>", ()),
+    ("<|function_call|>", "", ()),
+    ("[TOOL_CALLS]", "", ("[CALL_ID]", "[ARGS]")),
+    (*HERMES, ()),
+)
+_TAGGED = ("<function=", "<arg_key>", "<invoke name=", "<parameter=")  # calls that are no JSON
+
+
 @dataclass(frozen=True)
 class Style:
     """How a family of models writes calls.
@@ -37,26 +67,38 @@ class Style:
     bare:       the answer is the call, without marks
     listed:     and a list of calls
     told:       the template tells the model of tools itself
+    marks:      how a call of its own begins and ends
+    inner:      marks within it
+    forced:     whether calls that the model makes of its own accord are held to Hermes' form, which is its own
     """
 
     arguments: Literal["arguments", "parameters"] = "arguments"
     bare: bool = False
     listed: bool = False
     told: bool = True
+    marks: tuple[str, str] = HERMES
+    inner: tuple[str, ...] = ()
+    forced: bool = True
+
+    def visible(self, names: Mapping[str, int]) -> frozenset[int]:
+        """The control tokens, by name, that must be seen for a call to be known as one."""
+        return frozenset(names[mark] for mark in (*self.marks, *self.inner) if mark in names)
 
 
 def style_of(template: ChatTemplate) -> Style:
     """The style that a template's text shows."""
     source = template.tool_source
+    found = next((row for row in MARKS if row[0] in source), None)
+    begin, end, inner = found or (*HERMES, ())
+    style = Style(marks=(begin, end), inner=inner)
     if not re.search(r"\btools\b", source):
-        return Style(told=False)
-    if "<tool_call>" in source:
-        return Style()
-    if "[TOOL_CALLS]" in source:
-        return Style(bare=True, listed=True)
-    if '"parameters"' in source or "python_tag" in source:
-        return Style("parameters", bare=True)
-    return Style(told="tool_call" in source)
+        return replace(style, told=False)
+    if begin == "[TOOL_CALLS]":
+        return replace(style, bare=True, listed=True)
+    if not found and ('"parameters"' in source or "python_tag" in source):
+        return replace(style, arguments="parameters", bare=True)
+    forced = style.marks == HERMES and not any(tag in source for tag in _TAGGED)
+    return replace(style, told=found is not None or "tool_call" in source, forced=forced)
 
 
 @dataclass(frozen=True)
@@ -112,7 +154,8 @@ class Toolbox:
 
     def parser(self, style: Style) -> Calls:
         """What reads the calls of an answer."""
-        return Calls(self.names, style.bare)
+        own = () if style.marks == HERMES else (style.marks,)
+        return Calls({tool.name: tool.schema for tool in self.tools}, style.bare, (HERMES, *own))
 
     def grammar(self, style: Style) -> Grammar | None:
         """The grammar of answers: calls that are sound, and text only where the choice is free.
@@ -125,9 +168,9 @@ class Toolbox:
         calls = [self._call(tool, style) for tool in chosen]
         call: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
         single = not self.parallel or self.choice not in ("auto", "required")
+        if self.choice == "auto" and (style.bare or not style.forced):
+            return None  # text and calls begin alike, or the model's own form is another
         if style.bare:
-            if self.choice == "auto":
-                return None  # text and calls begin alike
             if style.listed:
                 call = {"type": "array", "items": call, "minItems": 1} | ({"maxItems": 1} if single else {})
             return Grammar.schema(call | options, "tools")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -109,8 +109,11 @@ class Tokenizer:
             data = data[1:]
         return data.decode("utf-8", "replace")
 
-    def stream_decoder(self, *, special: bool = False, continues: bool = True) -> StreamDecoder:
-        """Decodes token by token; the parts together are what decode() with the same arguments gives."""
+    def stream_decoder(self, *, special: bool | Collection[int] = False, continues: bool = True) -> StreamDecoder:
+        """Decodes token by token; the parts together are what decode() with the same arguments gives.
+
+        special:  whether control tokens show as their names, or which of them do
+        """
         return StreamDecoder(self, special=special, continues=continues)
 
     def piece(self, token: int) -> bytes:
@@ -139,6 +142,11 @@ class Tokenizer:
     def control_ids(self) -> frozenset[int]:
         """Tokens that stand for no text."""
         return frozenset(np.flatnonzero(self._hidden).tolist())
+
+    @cached_property
+    def control_names(self) -> dict[str, int]:
+        """Control tokens by their names."""
+        return {self.token_text(token): token for token in sorted(self.control_ids, reverse=True)}
 
     @cached_property
     def control_texts(self) -> tuple[str, ...]:
@@ -215,8 +223,12 @@ class Tokenizer:
 class StreamDecoder:
     """Text of tokens as they come; bytes wait until their character is complete."""
 
-    def __init__(self, tokenizer: Tokenizer, *, special: bool = False, continues: bool = True) -> None:
-        self._get = tokenizer.piece if special else tokenizer._text
+    def __init__(
+        self, tokenizer: Tokenizer, *, special: bool | Collection[int] = False, continues: bool = True
+    ) -> None:
+        self._get = tokenizer.piece if special is True else tokenizer._text
+        if not isinstance(special, bool) and special:
+            self._get = lambda token: (tokenizer.piece if token in special else tokenizer._text)(token)
         self._strip = tokenizer._algorithm.opens_with_space and not continues
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 

@@ -40,6 +40,8 @@ def cut(text: str, places: list[int]) -> list[str]:
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</x>"}}\n</tool_call>'
 ADD = ("add", {"a": 1, "b": "</x>"})
 LISTED = '<tool_call>[{"name": "add", "arguments": {}}, {"name": "now"}]</tool_call>'
+TOOLS: dict[str, dict[str, Any]] = {"add": {}, "now": {}}
+ADDS: dict[str, dict[str, Any]] = {"add": {}}
 cuts = st.lists(st.integers(0, 400), max_size=12)
 
 
@@ -80,7 +82,7 @@ cuts = st.lists(st.integers(0, 400), max_size=12)
 )
 def test_calls_between_marks(case: Any, places: list[int]) -> None:
     text, content, calls, reason = case
-    assert read(Calls(["add", "now"], False), cut(text, places)) == (content, "", calls, reason)
+    assert read(Calls(TOOLS), cut(text, places)) == (content, "", calls, reason)
 
 
 @settings(max_examples=100)
@@ -108,14 +110,14 @@ def test_calls_between_marks(case: Any, places: list[int]) -> None:
 )
 def test_bare_calls(case: Any, places: list[int]) -> None:
     text, content, calls, reason = case
-    assert read(Calls(["add", "now"], True), cut(text, places)) == (content, "", calls, reason)
+    assert read(Calls(TOOLS, bare=True), cut(text, places)) == (content, "", calls, reason)
 
 
 @pytest.mark.parametrize("reason", ["length", "stop"])
 def test_the_reason_agrees_with_the_content(reason: str) -> None:
-    assert read(Calls(["add"], False), ["no call"], reason)[3] == reason
-    assert read(Calls(["add"], False), [CALL[:30]], reason)[3] == reason
-    assert read(Calls(["add"], False), [CALL], reason)[3] == ("tool_calls" if reason == "stop" else "length")
+    assert read(Calls(ADDS), ["no call"], reason)[3] == reason
+    assert read(Calls(ADDS), [CALL[:30]], reason)[3] == reason
+    assert read(Calls(ADDS), [CALL], reason)[3] == ("tool_calls" if reason == "stop" else "length")
 
 
 @settings(max_examples=200)
@@ -141,12 +143,12 @@ def test_thoughts(case: Any, places: list[int]) -> None:
 
 
 def test_thoughts_then_calls() -> None:
-    found = read(Thoughts(Calls(["add"], False), False), list(f"<think>add</think>\n{CALL}"))
+    found = read(Thoughts(Calls(ADDS), False), list(f"<think>add</think>\n{CALL}"))
     assert found == ("", "add", [ADD], "tool_calls")
 
 
 def test_text_is_not_held_longer_than_it_must() -> None:
-    parser = Thoughts(Calls(["add"], False), False)
+    parser = Thoughts(Calls(ADDS), False)
     assert parser.push("Hello") == [{"content": "Hello"}]
     assert parser.push(" wor") == [{"content": " wor"}]
     assert parser.push("ld <to") == [{"content": "ld"}]
@@ -157,7 +159,7 @@ def test_text_is_not_held_longer_than_it_must() -> None:
 @given(text=st.text('<>/thinkool_ca \n{}[]"x', max_size=60), places=cuts, bare=st.booleans(), begun=st.booleans())
 def test_nothing_is_lost(text: str, places: list[int], bare: bool, begun: bool) -> None:
     """Every text comes out, save marks and white space, the same for any cuts."""
-    whole = read(Thoughts(Calls(["add"], bare), begun), [text])
-    assert read(Thoughts(Calls(["add"], bare), begun), cut(text, places)) == whole
+    whole = read(Thoughts(Calls(ADDS, bare), begun), [text])
+    assert read(Thoughts(Calls(ADDS, bare), begun), cut(text, places)) == whole
     if not begun and "<think>" not in text and "<tool_call>" not in text:
         assert whole[0] == text
