@@ -100,14 +100,25 @@ def cut(engine: Engine, texts: Sequence[Text], n_ctx: int, n_chunks: int | None 
     return chunks
 
 
+def check(source: str | os.PathLike[str]) -> None:
+    """Says before all work what read_text() would say of a file that is not there. Raises: EdgertError."""
+    path = BUILT_IN.get(os.fspath(source), Path(source))
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> EdgertError:
+    names = ", ".join(BUILT_IN)
+    return EdgertError(f"The text {path} cannot be read ({error.strerror or error}): name a file, or one of {names}.")
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8").removeprefix("\ufeff")  # which Windows' editors begin with
     except OSError as error:
-        names = ", ".join(BUILT_IN)
-        raise EdgertError(
-            f"The text {path} cannot be read ({error.strerror or error}): name a file, or one of {names}."
-        ) from None
+        raise _unreadable(path, error) from None
     except UnicodeDecodeError as error:
         raise EdgertError(f"The text {path} is not UTF-8 (byte {error.start}).") from None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -49,6 +49,11 @@ def compile_ahead(
             child.close()
     pool.shutdown()
     tell("", n_jobs, n_jobs)
+
+
+def n_lacking(jobs: Iterable[Job]) -> int:
+    """How many of the jobs compile_ahead() would have to do."""
+    return sum(not _is_ready(job) for job in set(jobs))
 
 
 class _Child:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,13 +17,15 @@ from edgert.errors import DoesNotFitError
 from edgert.quantize import probing
 from edgert.quantize.calibration import Statistics, matrix_of
 from edgert.quantize.calibration_text import BUILT_IN, MUCH
+from edgert.quantize.calibration_text import check as check_text
 from edgert.quantize.curvatures import Curvatures
 from edgert.quantize.encoding import Inputs
 from edgert.quantize.engine import Engine, Running, memory_of, open_engine
 from edgert.quantize.feedback import TIED_DAMPING
+from edgert.quantize.forecast import Forecast
 from edgert.quantize.formats import Format
 from edgert.quantize.imatrix import check_of, read_imatrix, write_imatrix
-from edgert.quantize.kernels_ahead import Job, compile_ahead
+from edgert.quantize.kernels_ahead import Job, compile_ahead, n_lacking
 from edgert.quantize.memory import PLAIN, TEXT_BYTE, Limits, Work, megabytes, resident
 from edgert.quantize.progress import OnProgress
 from edgert.quantize.rounding import GRIDS
@@ -29,11 +33,12 @@ from edgert.quantize.sensitivity import Sensitivity
 from edgert.quantize.settings import DEFAULT, Settings
 from edgert.quantize.source import Source
 from edgert.quantize.source_tensor import SourceTensor
-from edgert.quantize.text_parts import Chunks, TextParts, tokens_read
+from edgert.quantize.text_parts import MOST, PERIOD, Chunks, TextParts, tokens_read
 
 CHUNK = 512  # tokens that the model reads at a time, as llama.cpp's imatrix has them
 EXPERT_PASSES = 8  # over the text for the Hessians of experts; those that these do not hold are not made
 LEAST_JUDGED = 32  # tokens of held-out text by which an expert's rounding is judged
+BYTES = 3.3  # of a text for each token, roughly
 PROBE_CHUNKS = 8  # that the model reads for each probe of its sensitivity
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -56,7 +61,8 @@ class Measuring:
     ) -> None:
         self.source, self.settings = source, settings
         self.notices: list[str] = []
-        self._shapes, self._folder, self._progress = shapes, folder, progress
+        self.forecast = Forecast(progress, settings.n_threads)
+        self._shapes, self._folder, self._progress = shapes, folder, self.forecast
         self._resources = ExitStack()
 
     def close(self) -> None:
@@ -71,6 +77,11 @@ class Measuring:
         """Whether types are chosen by what the running model loses."""
         settings = self.settings
         return settings.budget.mix is None and settings.sensitivity is None and bool(settings.calibration)
+
+    @cached_property
+    def known(self) -> Sensitivity | None:
+        """What was measured before, if a file of it is given."""
+        return None if self.settings.sensitivity is None else Sensitivity.load(self.settings.sensitivity)
 
     # Memory.
 
@@ -105,13 +116,21 @@ class Measuring:
         return self._work.within(most - resident())
 
     def check(self, *, needs_model: bool = False) -> None:
-        """Refuses a bound that cannot be kept, before the work.
+        """Refuses files that cannot be used and a bound that cannot be kept, before the work.
 
         needs_model:  nothing can be done without running the source
 
-        Raises: DoesNotFitError.
+        Raises: DoesNotFitError, EdgertError.
         """
-        most = self.settings.max_memory
+        settings = self.settings
+        for name in () if settings.calibration == DEFAULT else settings.calibration:
+            check_text(name)
+        for name in settings.report_text:
+            check_text(name)
+        if settings.imatrix is not None:
+            _ = self.statistics
+        _ = self.known
+        most = settings.max_memory
         if most is None:
             return
         from edgert.quantize import feedback_kernels  # noqa: F401 - brings Numba, a part of the program
@@ -130,6 +149,38 @@ class Measuring:
                 f"{self.source.path} cannot be quantized within the {most / 1e6:,.0f} MB of max_memory: it takes "
                 f"{megabytes(least)} at least{parts}. {remedy}."
             )
+
+    # Time.
+
+    def foretell(self, types: Collection[str], *, rounds: bool = True, max_groups: int = probing.MAX_GROUPS) -> None:
+        """Says how long all will take, before it begins.
+
+        types:   that tensors may take
+        rounds:  whether a file is written
+        """
+        settings = self.settings
+        n_weights = sum(math.prod(shape) for shape in self._shapes.values())
+        in_layers = sum(math.prod(shape) for name, shape in self._shapes.items() if name.startswith("blk."))
+        names = BUILT_IN if settings.calibration == DEFAULT else settings.calibration
+        training = min(sum(map(_n_tokens, names)) * (PERIOD - 2) / PERIOD, settings.calibration_tokens)
+        decided = training / PERIOD
+        work: dict[str, float] = {}
+        if settings.calibration and settings.imatrix is None:
+            work["calibrating"] = in_layers * training
+            work["judging"] = in_layers * decided * (self.feeds_back and (self.probes or settings.gptq == "auto"))
+        if self.probes:
+            n_probes = len(probing.groups_of(self._shapes, max_groups))
+            work["probing"] = n_weights * n_probes * min(decided, PROBE_CHUNKS * CHUNK)
+            rows = (min(math.prod(shape[:-1]), probing.SAMPLE_ROWS) * shape[-1] for shape in self._shapes.values())
+            work["measuring"] = sum(rows) * len(types)
+        if rounds:
+            work["quantizing" if self.feeds_back else "quantizing plainly"] = n_weights
+        way = "plain" if settings.fast else "feedback" if self.feeds_back else "search"
+        work["compiling"] = n_lacking((name, way) for name in types if name in GRIDS)
+        if rounds and settings.report:
+            held_out, share = (settings.report_text, 1) if settings.report_text else (names, PERIOD)
+            work["comparing"] = n_weights * sum(min(_n_tokens(name) / share, MOST * CHUNK) for name in held_out)
+        self.forecast.begin(work)
 
     # Reading.
 
@@ -301,9 +352,9 @@ class Measuring:
         possible = {format.name for tensor in tensors.values() for format in offered(tensor)}
         self.compile((name, "feedback" if self.feeds_back else "search") for name in possible)
 
-        def on_step(found: Sensitivity, done: int, of: int) -> None:
+        def on_step(found: Sensitivity, stage: str, done: int, of: int) -> None:
             found.save(path)  # so that a run that is killed goes on from here
-            self._progress("measuring", "", done, of)
+            self._progress(stage, "", done, of)
 
         return probing.measure(
             self.engine,
@@ -320,3 +371,9 @@ class Measuring:
             known=Sensitivity.load(path) if self.settings.resume and path.exists() else None,
             on_step=on_step,
         )
+
+
+def _n_tokens(name: str | os.PathLike[str]) -> float:
+    """How many tokens a text has, roughly: it is not read yet."""
+    path = BUILT_IN.get(os.fspath(name), Path(name))
+    return path.stat().st_size / BYTES

@@ -246,13 +246,14 @@ def measure(
     n_bytes: int = Limits.rows,
     fingerprint: str = "",
     known: Sensitivity | None = None,
-    on_step: Callable[[Sensitivity, int, int], object] | None = None,
+    on_step: Callable[[Sensitivity, str, int, int], object] | None = None,
 ) -> Sensitivity:
     """Probes the model and works out the errors of every tensor in every format that it is offered.
 
     formats:  what is offered to a tensor
     known:    what a run that was stopped had found: it is not measured again
-    on_step:  called with (all that is found so far, steps done, all): first probes, then tensors
+    on_step:  called with (all that is found so far, stage, steps done, all), probes being the steps of the first stage
+              and tensors those of the second
 
     Other arguments as in probe() and errors_of().
     Raises: as they do.
@@ -265,7 +266,7 @@ def measure(
         found.probes = probes
         found.factors = dict.fromkeys(found.errors, 0.0) | factors_of(probes)
         if on_step:
-            on_step(found, len(probes), n_probes + len(probed))
+            on_step(found, "probing", len(probes), n_probes)
 
     found.probes, found.n_tokens = probe(
         engine,
@@ -292,5 +293,5 @@ def measure(
                 n_threads=n_threads,
             )
         if on_step:
-            on_step(found, len(found.probes) + i + 1, len(found.probes) + len(probed))
+            on_step(found, "measuring", i + 1, len(probed))
     return found

@@ -17,7 +17,7 @@ from typing import Any
 
 from edgert.errors import DoesNotFitError, ModelFileError, RequestError, UnsupportedFormatError
 from edgert.quantize import comparison, encoding, memory, work_folder
-from edgert.quantize.allocation import Pins
+from edgert.quantize.allocation import Pins, offered
 from edgert.quantize.calibration import unreached
 from edgert.quantize.encoding import Inputs
 from edgert.quantize.engine import open_engine
@@ -26,12 +26,12 @@ from edgert.quantize.gguf_layout import plan as layout
 from edgert.quantize.gguf_value import Value
 from edgert.quantize.gguf_writer import Writer
 from edgert.quantize.measuring import CHUNK, Measuring
+from edgert.quantize.mixes import MIXES
 from edgert.quantize.planning import Loss, Plan, Planner
 from edgert.quantize.prior import Prior
 from edgert.quantize.progress import OnProgress, silent
 from edgert.quantize.report import Domain, Report, quality_metadata
 from edgert.quantize.rounding import GRIDS
-from edgert.quantize.sensitivity import Sensitivity
 from edgert.quantize.settings import CALIBRATION_TOKENS, DEFAULT, Budget, Settings, n_bytes
 from edgert.quantize.source import Source, open_source
 from edgert.quantize.target import check_room, check_target
@@ -123,16 +123,18 @@ class Quantizer:
     """One quantization of an open source."""
 
     def __init__(self, source: Source, out: Path | None, settings: Settings, progress: OnProgress) -> None:
-        self.source, self.out, self.settings, self._progress = source, out, settings, progress
+        self.source, self.out, self.settings = source, out, settings
         self.planner = Planner(source, settings.pins)
         self._started = time.monotonic()
         self._resources = ExitStack()
         self.measuring = Measuring(source, settings, self.planner.shapes, lambda: self._work, progress)
+        self._progress = self.measuring.forecast
         self._resources.callback(self.measuring.close)
 
     def plan_only(self) -> Report:
         """What would be written."""
         self.measuring.check()
+        self.measuring.foretell(self._types, rounds=False)
         with self._resources:
             plan = self._plan()
             report = self._final_report(plan)
@@ -145,6 +147,7 @@ class Quantizer:
         assert self.out is not None
         check_target(self.out, [*self.source.files, *self.settings.files])
         self.measuring.check()
+        self.measuring.foretell(self._types)
         try:
             with self._resources:
                 report = self._run(self.out)
@@ -158,6 +161,8 @@ class Quantizer:
                     f"or delete {self.out}.work."
                 ) from error
             raise
+        if not self.settings.resume:  # which may have found much of it done
+            self.measuring.forecast.end()
         self._forget()
         work_folder.remove_left(self.out)
         report.seconds = time.monotonic() - self._started
@@ -189,6 +194,13 @@ class Quantizer:
             self._work_folder.remove()
 
     # What is known before a type is chosen.
+
+    @property
+    def _types(self) -> set[str]:
+        """That tensors may take."""
+        if (mix := self.settings.budget.mix) is not None:
+            return {MIXES[mix]}
+        return {format.name for shape in self.planner.shapes.values() for format in offered(shape)}
 
     @cached_property
     def _work(self) -> Path:
@@ -236,7 +248,8 @@ class Quantizer:
         """How much each tensor's type costs: measured, or by experience."""
         settings = self.settings
         if settings.sensitivity is not None:
-            measured = Sensitivity.load(settings.sensitivity)
+            measured = self.measuring.known
+            assert measured is not None
             if measured.fingerprint != self.source.fingerprint:
                 self.measuring.notices.append(
                     f"{settings.sensitivity} was measured on another copy or version of the source"

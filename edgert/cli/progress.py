@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,38 @@ def bar(share: float) -> str:
     return "█" * filled + "░" * (24 - filled)
 
 
+def duration(seconds: float) -> str:
+    """As long as that, roughly."""
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+class Milestones:
+    """Tells those who see no line, in a file or a pipe, what has begun, and after each tenth of it how long it will
+    yet take; what takes a few seconds goes without."""
+
+    PAUSE = 5.0  # seconds between two lines of a stage at least
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._began = self._said = 0.0
+        self._first = 0.0  # what was done when it began: what a run before had done
+        self._tenths = 0
+
+    def __call__(self, stage: str, done: float = 0, total: float = 1) -> None:
+        now, share = time.monotonic(), done / max(total, 1e-9)
+        if stage != self._stage:
+            self._stage, self._began, self._said, self._first, self._tenths = stage, now, now, share, int(10 * share)
+            click.echo(stage, err=True)
+        elif int(10 * share) > self._tenths and now >= self._said + self.PAUSE:
+            left = (now - self._began) * (1 - share) / max(share - self._first, 1e-9)
+            if left >= self.PAUSE:
+                self._said, self._tenths = now, int(10 * share)
+                click.echo(f"{stage}: {100 * share:.0f} %, about {duration(left)} left", err=True)
+
+
 class ProgressLine:
     """A line on standard error that is drawn over itself; silent where that is no terminal, or a dumb one.
 
@@ -32,14 +65,13 @@ class ProgressLine:
         self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._shown: tuple[Any, ...] = ()
         self._started = 0.0
-        self._first = 0
+        self._first = 0.0
         self._what = ""
         self._said: set[str] = set()
         self._ended = False
+        self._milestones = Milestones()
 
     def __call__(self, what: str, done: int = 0, total: int = 0) -> None:
-        import time
-
         now = time.monotonic()
         if what != self._what:
             self._what, self._started, self._first = what, now, done
@@ -56,6 +88,18 @@ class ProgressLine:
         if state != self._shown:
             self.show(text)
             self._shown = state
+
+    def stage(self, what: str, done: float, total: float, detail: str = "") -> None:
+        """How far something is that may take minutes; detail: what those who see the line want to know besides."""
+        if not self._live:
+            self._milestones(what, done, total)
+            return
+        now = time.monotonic()
+        if what != self._what:
+            self._what, self._started, self._first = what, now, done
+        share, fresh = done / max(total, 1e-9), done - self._first
+        left = f", {duration((now - self._started) / fresh * (total - done))} left" if fresh > 0 else ""
+        self.show(f"{what} {bar(min(1.0, share))} {100 * share:3.0f} %{left}{'  ' * bool(detail)}{detail}")
 
     def say(self, sentence: str) -> None:
         """What is going on, once, for those who do not see the line."""
@@ -119,18 +163,20 @@ def notices(line: ProgressLine) -> Iterator[None]:
 
 @contextmanager
 def stages() -> Iterator[OnProgress]:
-    """A bar on standard error that tells the stage, the tensor, the time left and the memory taken.
+    """What all may take, and a bar on standard error that tells the stage, the tensor, the time left and the memory.
 
-    Where that is no terminal, one line for each stage, again when it comes back.
+    Where that is no terminal, lines of what has begun, and of how far it is.
     """
+    from edgert.quantize.progress import EXPECTED
+
     if not sys.stderr.isatty():
-        shown = ""
+        milestones = Milestones()
 
         def plain(stage: str, name: str, done: float, total: float) -> None:
-            nonlocal shown
-            if stage != shown:
-                shown = stage
-                click.echo(stage, err=True)
+            if stage == EXPECTED:
+                click.echo(f"This will take about {duration(total)}.", err=True)
+            else:
+                milestones(stage, done, total)
 
         yield plain
         return
@@ -151,6 +197,9 @@ def stages() -> Iterator[OnProgress]:
 
         def draw(stage: str, name: str, done: float, total: float) -> None:
             nonlocal shown, task
+            if stage == EXPECTED:
+                bars.console.print(f"This will take about {duration(total)}.", highlight=False)
+                return
             if stage != shown:  # kernels are compiled more than once, each time with a bar of their own
                 if task is not None:
                     bars.remove_task(task)

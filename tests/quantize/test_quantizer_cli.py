@@ -411,29 +411,24 @@ def test_nothing_that_is_read_is_replaced(
     assert {path.name for path in tmp_path.iterdir()} == {"m.gguf", "t.txt", "link.gguf"}
 
 
-def test_a_stage_that_comes_back_is_shown_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    from rich.progress import Progress
-
-    from edgert.cli.progress import stages
-
-    names, drawn = ["compiling", "compiling", "calibrating", "compiling", "quantizing"], []
-
-    def run_through() -> None:
-        with stages() as tell:
-            for stage in names:
-                tell(stage, "", 1, 2)
-
-    run_through()
-    expected = ["compiling", "calibrating", "compiling", "quantizing"]
-    assert capsys.readouterr().err.split() == expected
-    add_task = Progress.add_task
-
-    def add(self: Progress, description: str, **options: Any) -> Any:
-        assert not self.task_ids  # one bar at a time
-        drawn.append(description)
-        return add_task(self, description, **options)
-
-    monkeypatch.setattr(Progress, "add_task", add)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    run_through()
-    assert drawn == expected
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--sensitivity", "bad.json"], "bad.json holds no sensitivities"),
+        (["--imatrix", "bad.json"], "bad.json is no sound importance matrix"),
+        (["--calibration", "none.txt"], "The text none.txt cannot be read (No such file or directory): name a file"),
+        (["--report-text", "."], "The text . cannot be read (Is a directory): name a file"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused_before_the_work(
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.json").write_text("{}")
+    assert cli.call(["quantize", str(tiny_model("llama", quant=Type.F32)), "-o", "out.gguf", *flags]) == 1
+    assert capsys.readouterr().err.startswith(f"edgert: {said}")  # and "loading" does not come before

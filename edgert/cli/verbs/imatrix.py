@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import click
 
 from edgert.cli.flags import backend_flags, backend_options, flag, json_flag, threads_flag
 from edgert.cli.loading import model_path
-from edgert.cli.progress import ProgressLine, bar, notices
+from edgert.cli.progress import ProgressLine, compiling, notices
 from edgert.cli.verb import verb
 
 if TYPE_CHECKING:
@@ -101,21 +100,16 @@ def collect(
     path = Path(model) if Path(model).is_dir() else model_path(model)
     with ProgressLine() as line, notices(line):
         line.show(f"loading {path.name}")
-
-        def compiled(done: int, of: int) -> None:
-            line.show(f"compiling, the first time only {bar(done / max(of, 1))} {done}/{of} kernels")
-
-        with open_engine(path, n_ctx=n_ctx, n_threads=n_threads, progress=compiled, **engine) as running:
+        with open_engine(path, n_ctx=n_ctx, n_threads=n_threads, progress=compiling(line), **engine) as running:
             line.show("reading the texts")
             most = n_chunks and n_chunks * n_ctx
             texts = [read_text(running, source, most) for source in sources] or default_texts(running, most)
             pieces = cut(running, texts, n_ctx, n_chunks)
-            started = time.monotonic()
 
             def on_chunk(done: int, of: int) -> None:
-                left = (time.monotonic() - started) / done * (of - done)
-                line.show(f"calibrating {bar(done / of)} chunk {done} of {of}, {left:.0f} s left")
+                line.stage("calibrating", done, of)
 
+            line.stage("calibrating", 0, len(pieces))
             return calibrate(running, pieces, datasets=[Path(text.name).name for text in texts], on_chunk=on_chunk)
 
 

@@ -91,7 +91,7 @@ def command(
             engine,
             tokens,
             base,
-            on_chunk=lambda done, value: line.show(f"chunk {done} of {len(tokens)}: perplexity {value:.4f}"),
+            on_chunk=lambda done, value: line.stage("scoring", done, len(tokens), f"perplexity {value:.4f}"),
         )
         line.clear()
         names = {"model": str(path), "backend": engine.verdict.backend}

@@ -14,7 +14,7 @@ import click
 
 from edgert.cli.flags import flag, json_flag, threads_flag
 from edgert.cli.loading import model_path
-from edgert.cli.progress import ProgressLine, bar, notices
+from edgert.cli.progress import ProgressLine, notices, stages
 from edgert.cli.verb import verb
 from edgert.errors import EdgertError
 
@@ -113,8 +113,8 @@ def measured(
         report=False,
     )
     with (
-        ProgressLine() as line,
-        notices(line),
+        notices(ProgressLine()),
+        stages() as on_progress,
         TemporaryDirectory(prefix="edgert-") as folder,
         open_source(source, allow_requantize=True) as opened,
     ):
@@ -131,13 +131,11 @@ def measured(
         }
         matrices = {name: opened.tensors[name] for name, formats in types_of.items() if formats}
 
-        def on_progress(stage: str, name: str, done: float, total: float) -> None:
-            how = f"{bar(done / total)} {done:g} of {total:g}" if total > 1 else source.name
-            line.show(f"{stage} {how}")
-
         shapes = {name: tensor.shape for name, tensor in matrices.items()}
         with closing(Measuring(opened, settings, shapes, lambda: Path(folder), on_progress)) as measuring:
             measuring.check(needs_model=True)
+            names = {format.name for formats in types_of.values() for format in formats}
+            measuring.foretell(names, rounds=False, max_groups=groups)
             return measuring.sensitivity(matrices, lambda tensor: types_of[tensor.name], groups)
 
 

@@ -10,7 +10,7 @@ import click
 
 from edgert.cli.flags import Finite, Several, json_flag, model_flags
 from edgert.cli.loading import load
-from edgert.cli.progress import ProgressLine, bar
+from edgert.cli.progress import ProgressLine
 from edgert.cli.verb import verb
 from edgert.errors import EdgertError
 
@@ -72,7 +72,7 @@ def command(
         for temperature in temps:
 
             def show(done: int, of: int, temperature: float = temperature) -> None:
-                line.show(f"temperature {temperature:g} {bar(done / of)} {done}/{of}")
+                line.stage(f"temperature {temperature:g}", done, of)
 
             points += curve(
                 model,
