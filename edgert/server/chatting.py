@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from edgert.errors import RequestError
+from edgert.errors import ContextFullError, RequestError
 from edgert.server import tools
 from edgert.server.answers import GRAMMARS, compiled
 from edgert.server.parsing import Parser, Plain, Thoughts
@@ -48,6 +48,8 @@ async def prepare(
     """
     if model.template is None:
         raise RequestError("messages", "the model's file has no chat template: use /v1/completions")
+    if not whole and len(messages) > model.n_ctx:  # each of which is a token at least: to render them takes seconds
+        raise ContextFullError(len(messages), model.n_ctx, whole=False)
     style = tools.style_of(model.template)
     messages, text = (messages[:-1], messages[-1]["content"]) if continued else (messages, "")
     with nullcontext() if whole else at_most(model.n_ctx):

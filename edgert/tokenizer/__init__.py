@@ -162,10 +162,13 @@ class Tokenizer:
         out: list[int] = []
         start = 0
         first = True  # of the text, or behind a special token
+        limit = limits.current()
         for begin, end, token in self._specials.find(text, borders, parse_special):
             if begin > start:
                 self._append(out, text[start:begin], first)
             out.append(token)
+            if limit:
+                limit.check(1, len(out))
             first = True
             start = end
             if token in self.vocabulary.rstrip:
@@ -186,6 +189,8 @@ class Tokenizer:
     def _append(self, out: list[int], text: str, first: bool) -> None:
         """Encodes text that holds no special token."""
         words, algorithm, limit = self._words, self._algorithm, limits.current()
+        if limit and len(text) > limits.LONG:
+            limit.refuse(len(out) + algorithm.fewest(text))
         coming = iter(algorithm.words(text, first))
         while some := list(islice(coming, _AT_ONCE)):
             if limit:

@@ -14,6 +14,8 @@ from edgert.errors import ContextFullError
 
 PATIENCE = 200_000  # words and steps of joining in which all tokens are counted: about half a second
 
+LONG = 2_000_000  # characters of a text that its length alone may refuse: to cut it into words keeps the interpreter
+
 _CURRENT: ContextVar[Limit | None] = ContextVar("limit", default=None)
 
 
@@ -26,6 +28,14 @@ class Limit:
     def __init__(self, most: int) -> None:
         self.most = most
         self._left = PATIENCE
+
+    def refuse(self, least: int) -> None:
+        """Says that a text of megabytes has so many tokens at least, before any of it is read.
+
+        Raises: ContextFullError when these are too many.
+        """
+        if least > self.most:
+            raise ContextFullError(least, self.most, whole=False)
 
     def check(self, work: int, least: int) -> None:
         """Says that `work` more is to be done, and that there are so many tokens at least.

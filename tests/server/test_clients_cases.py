@@ -55,6 +55,27 @@ def test_megabytes_are_refused_without_being_read_to_their_end(
     assert counted["input_tokens"] > 200_000
 
 
+def test_tens_of_megabytes_are_refused_by_their_length(tiny: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To cut them into words would keep the interpreter from everybody for seconds."""
+    monkeypatch.setattr(limit, "LONG", 100_000)
+    tokenizer = tiny.model().tokenizer
+    for text in ("many words " * 10_000, "a" * 110_000):
+        exact = len(tokenizer.encode(text))
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenizer._algorithm, "words", None)
+            message = tiny.fails(PLAIN, prompt=text)["message"]
+        assert 512 < int(message.split("has at least ")[1].split()[0]) <= exact
+        assert tiny.fails(PLAIN, prompt=text[:50_000])["code"] == "context_length_exceeded"
+
+
+def test_more_messages_than_the_context_has_places(server: Server) -> None:
+    many = HI * 100_000
+    for path, body in ((CHAT, {"stream": True}), ("/api/chat", {"model": "fake"})):
+        status, answer = server.post(path, {"messages": many} | body)
+        error = answer["error"] if path.startswith("/api") else answer["error"]["message"]
+        assert status == 400 and "at least 100000 tokens, which exceeds the available context size of 2048" in error
+
+
 def test_twenty_greedy_repeats_with_a_seed_are_one_answer(tiny: Server) -> None:
     """Cold and warm, alone and beside others, whole and in pieces, with one seed and with others."""
     fields: dict[str, Any] = {"prompt": list(range(3, 75)), "temperature": 0, "max_tokens": 24, "ignore_eos": True}
