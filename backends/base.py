@@ -180,6 +180,7 @@ class Backend(ABC):
     n_window: int = 1  # positions that are computed best together, from a multiple of it on
     rounds_windows: bool = False  # whether whole windows are rounded otherwise than their positions one by one
     shares_pages: bool = True  # whether forks share memory, and idle sequences take no more than their positions
+    settling: int = 1  # steps of one size, after some of another, until one takes as long as those that follow
     pauses: bool = False  # whether `in_parts` comes back before a step is done
     fingerprint: str = ""  # of the model and of how it is cached, where the backend knows it
     capabilities: frozenset[str]
@@ -253,6 +254,15 @@ class Backend(ABC):
     def extend(self, tokens: Sequence[int], position: int, sequence: int) -> NDArray[np.float32]:
         """Some tokens more of one sequence: float32 (n, n_vocab), as `forward` gives them. Raises: as `forward`."""
         return self.forward(Batch.of(tokens, position, sequence, "all"))
+
+    def rows_of(self, n_tokens: int) -> int:
+        """Rows that a step of one sequence has for so many tokens: some may be nobody's."""
+        return n_tokens
+
+    @property
+    def settled(self) -> bool:
+        """Whether the latest step of one sequence took as long as others of its size will that follow it."""
+        return True
 
     def step(self, token: int, sequence: int) -> NDArray[np.float32]:
         """One token more of a sequence: float32 (n_vocab,), valid until the next call. Raises: as `forward`."""

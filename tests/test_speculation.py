@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgert.backends.base import Batch
+from edgert.backends.llama.padding import Padding, suitable
 from edgert.errors import DoesNotFitError, EdgertError
 from edgert.model import Model
 from edgert.options import SamplingParams
@@ -290,6 +291,54 @@ def test_where_guesses_do_not_pay_they_stop_and_are_tried_again() -> None:
         assert len(draft.batches) < 200
         last = max(int(batch.positions.max()) for batch in draft.batches)
         assert last > 200  # long after the first pause
+
+
+class Changing(Chancy):
+    """A target of which a step after one of another size takes CHANGE seconds more, as a GPU's graphs have it."""
+
+    settling, CHANGE = 11, 12.0
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._padding, self._rows = Padding(), 0
+
+    def rows_of(self, n_tokens: int) -> int:
+        return suitable(n_tokens)
+
+    @property
+    def settled(self) -> bool:
+        return self._padding.settled
+
+    def extend(self, tokens: Sequence[int], position: int, sequence: int) -> NDArray[np.float32]:
+        rows = self._padding.rows(len(tokens))
+        CLOCK.now += (1.0 + 0.05 * rows) + (self.CHANGE if rows != self._rows else 0.0)
+        self._rows = rows
+        return super().extend(tokens, position, sequence)
+
+
+def seconds_with(draft: FakeBackend | None, n: int, **options: Any) -> float:
+    """Of some replies, by a target whose changes of size are dear."""
+    target, tokenizer = Changing(n_ctx=900), FakeTokenizer()
+    costs = Costs.measure(target, 19)
+    assert target.CHANGE < 1.001 * costs.change < 2 * target.CHANGE
+    model = DraftModel(draft) if draft else None
+    speculator = Speculator(target.n_ctx, target.n_seq_max, costs, model, target=target, **options)
+    if draft:
+        CLOCK.runs_by(draft, [0.1])
+    parameters: Any = SamplingParams(temperature=0)
+    with Model(target, tokenizer, None, parameters, speculator=speculator) as guessing:  # type: ignore[arg-type]
+        began = CLOCK.now
+        for seed in range(n):
+            guessing.generate("abc", temperature=1.0, seed=seed, max_tokens=400, ignore_eos=True)
+        return CLOCK.now - began
+
+
+def test_where_a_change_of_size_is_dear_guesses_stay_or_stop() -> None:
+    """Bad ones have cost little when five replies are done, and good ones pay although each change costs a dozen steps."""
+    plain = seconds_with(None, 5, ngram=False)
+    assert seconds_with(None, 5) < 1.02 * plain  # two tokens that agree now and then are no reason
+    assert seconds_with(Chancy(30.0, n_ctx=900), 5) < 1.15 * plain
+    assert seconds_with(Chancy(n_ctx=900), 5) < 0.6 * plain
 
 
 @pytest.mark.parametrize("least", [1, 4])

@@ -24,6 +24,7 @@ from edgert.backends.llama.door import validated
 from edgert.backends.llama.library import function, messages, system_info, version
 from edgert.backends.llama.observer import Observer
 from edgert.backends.llama.offload import FITTING, SPLIT_MODES, Offload, amx_unused, load_model
+from edgert.backends.llama.padding import SETTLING, Padding, suitable
 from edgert.backends.sessions import check_facts
 from edgert.devices import probe
 from edgert.errors import (
@@ -153,6 +154,8 @@ class LlamaBackend(Backend):
         self._lengths = [0] * n_seq_max
         self._cells = Cells(n_seq_max)
         self._make_batch(self.n_batch)
+        self._padding = Padding() if self._keeps_graphs(offload) else None
+        self.settling = SETTLING if self._padding else 1
         self._view_address = 0
         self._view = np.empty((0, self.n_vocab), np.float32)
 
@@ -209,6 +212,13 @@ class LlamaBackend(Backend):
         reason = f"llama-cpp-python {version()}, {n_threads} threads" + (f"; {offload.why}" if offload.why else "")
         return Verdict(requested, "llama", offload.device, reason, details)
 
+    def _keeps_graphs(self, offload: Offload) -> bool:
+        """Whether steps run from graphs of their size, and rows that nobody asked for can be taken back."""
+        if not (offload.whole and offload.device.startswith("CUDA")):
+            return False
+        kinds = "llama_model_is_recurrent", "llama_model_is_hybrid"  # older builds lack the second
+        return not any(hasattr(self._llama, kind) and getattr(self._llama, kind)(self._model) for kind in kinds)
+
     def _make_batch(self, n_batch: int) -> None:
         """Arrays that llama.cpp reads in place, one llama_batch that points to them."""
         self._tokens = np.zeros(n_batch, np.int32)
@@ -235,6 +245,8 @@ class LlamaBackend(Backend):
         if not n:
             return self._view[:0]
         ends = self._check(batch)
+        if self._padding:
+            self._padding.interrupt()
         self._tokens[:n] = batch.tokens
         self._positions[:n] = batch.positions
         self._sequences[:n] = batch.sequences
@@ -251,12 +263,26 @@ class LlamaBackend(Backend):
             raise ValueError(f"a batch of {n} tokens; n_batch is {self.n_batch}")
         self._check_range(min(tokens), max(tokens), sequence, sequence)
         self._check_run(sequence, position, position + n - 1)
-        if n == 1:  # of the usual step: what is set here, the device waits for
+        rows = self._padding.rows(n) if self._padding else n
+        if rows > n and (position + rows > self.n_ctx or self.free_positions() < rows):
+            rows = n
+        if rows == 1:  # of the usual step: what is set here, the device waits for
             self._tokens[0], self._positions[0], self._sequences[0], self._wanted[0] = tokens[0], position, sequence, 1
         else:
-            self._tokens[:n], self._positions[:n] = tokens, range(position, position + n)
-            self._sequences[:n], self._wanted[:n] = sequence, 1
-        return self._decode(n, {sequence: position + n}, n)
+            self._tokens[:n], self._tokens[n:rows] = tokens, tokens[-1]
+            self._positions[:rows] = range(position, position + rows)
+            self._sequences[:rows], self._wanted[:rows] = sequence, 1
+        logits = self._decode(rows, {sequence: position + n}, rows)
+        if rows > n:
+            self._llama.llama_memory_seq_rm(self._memory, sequence, position + n, -1)
+        return logits[:n]
+
+    def rows_of(self, n_tokens: int) -> int:
+        return suitable(n_tokens) if self._padding else n_tokens
+
+    @property
+    def settled(self) -> bool:
+        return self._padding is None or self._padding.settled
 
     def observe(self, batch: Batch, on_input: OnInput) -> None:
         self._check_open()

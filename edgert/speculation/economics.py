@@ -9,7 +9,7 @@ from time import perf_counter
 
 import numpy as np
 
-from edgert.backends.base import Backend, Batch
+from edgert.backends.base import Backend
 
 
 class Costs:
@@ -21,14 +21,16 @@ class Costs:
     smaller one: of two that say so, the one seen less often gives way, so that what is learned of sizes in use reaches
     the others.
 
-    seen:  how many steps of each size the seconds stand for
+    seen:    how many steps of each size the seconds stand for
+    change:  seconds that the steps after one of another size take longer, until they are at their pace
     """
 
     ENOUGH = 50  # steps of a size after which more say nothing new
     TOO_DEAR = -0.5  # the logarithm of what was seen to what was believed, from which on that is no chance
     LATELY = 3  # steps of a size of which the middle one counts: a single one that was held up says nothing
 
-    def __init__(self, seconds: Sequence[float], seen: float = 2.0) -> None:
+    def __init__(self, seconds: Sequence[float], seen: float = 2.0, change: float = 0.0) -> None:
+        self.change = change
         self._level = seconds[0]
         self._shape = [s / seconds[0] for s in seconds]
         self._seen = [seen] * len(seconds)
@@ -42,6 +44,7 @@ class Costs:
         believed less."""
         sizes = [n for n in (1, 2, 4, 6, 8, 9, 16) if n <= n_most]
         times: dict[int, list[float]] = {n: [] for n in sizes}
+        changes: list[float] = []
         began, turn, alike = perf_counter(), 0, False
 
         def spent() -> float:
@@ -49,16 +52,22 @@ class Costs:
 
         while turn < 2 or (turn < 8 and spent() < (budget if alike else 6 * budget)):
             for n in sizes:
-                start = perf_counter()
-                backend.forward(Batch.of([0] * n, 0, wanted="all"))
-                insort(times[n], perf_counter() - start)  # what is measured beside other programs is too much
-                backend.truncate(0, 0)
+                steps = []
+                for _ in range(backend.settling):
+                    start = perf_counter()
+                    backend.extend([0] * n, 0, 0)
+                    steps.append(perf_counter() - start)
+                    backend.truncate(0, 0)
+                insort(times[n], steps[-1])  # what is measured beside other programs is too much
+                insort(changes, sum(steps) - len(steps) * steps[-1])
                 if spent() > 8 * budget and sum(map(bool, times.values())) > 3:
                     turn = 8  # a large model
                     break
             turn += 1
             alike = all(len(t) > 1 and t[1] < 1.08 * t[0] for t in times.values())
-        return cls(_interpolated({n: t[0] for n, t in times.items() if t}, n_most), 2.0 if alike else 0.5)
+        found = _interpolated({n: t[0] for n, t in times.items() if t}, n_most)
+        change = changes[len(changes) // 2] if backend.settling > 1 else 0.0
+        return cls(found, 2.0 if alike else 0.5, max(0.0, change))
 
     def __len__(self) -> int:
         return len(self._shape)

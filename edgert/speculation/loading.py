@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgert.backends.base import Backend
+from edgert.devices import probe
 from edgert.errors import EdgertError, RequestError, UnsupportedFormatError
 from edgert.options import integer, real
 from edgert.speculation.draft_model import DraftModel
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 KINDS = ("auto", "draft", "ngram", "off")
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
+FEW_THREADS = 4  # with more, waiting for each other takes longer than a model so small (16: 1.8 times as long)
 FREQUENT = "edgert.draft.frequent_tokens"  # metadata of a draft: int32, ids of tokens, the most frequent first
 TOKENS = "tokenizer.ggml.tokens"
 N_COMMON = 8192  # of these that it guesses
@@ -112,6 +114,7 @@ def speculator(
         costs,
         model,
         ngram=kind != "draft",
+        target=backend,
         most=settings.most,
         least=settings.least,
         p_min=settings.p_min,
@@ -128,6 +131,8 @@ def _load(
     from edgert.backends.cpu.draft import CpuDraft
 
     n_ctx = min(target.n_ctx, draft.get(f"{draft.architecture}.context_length", int))
+    if target.verdict.backend != "cpu":  # whose threads would be shared
+        n_threads = min(probe.default_threads() if n_threads is None else n_threads, FEW_THREADS)
     try:
         return CpuDraft(
             draft,

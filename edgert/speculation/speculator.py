@@ -8,6 +8,7 @@ import operator
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert.backends.base import Round, Stakes
+from edgert.backends.base import Backend, Round, Stakes
 from edgert.errors import EdgertError
 from edgert.speculation.draft_model import DraftModel
 from edgert.speculation.economics import Costs, Line, Odds, Source
@@ -107,6 +108,7 @@ class Speculator:
     costs:  of the target's steps, up to as many rows as may be guessed for
     model:  a draft model, or None
     ngram:  whether what was already said is searched
+    target: what checks the guesses, where what it takes for a step depends on those before
     most, least:  tokens guessed in a step; with a `least` above 0 nothing is weighed and nothing pauses
     p_min:  a draft model's token that it holds less probable is not guessed, nor what would follow
     name:   where guesses come from, for people
@@ -120,12 +122,17 @@ class Speculator:
         model: DraftModel | None = None,
         *,
         ngram: bool = True,
+        target: Backend | None = None,
         most: int = SPEC_MAX,
         least: int = 0,
         p_min: float = 0.0,
         name: str = "",
     ) -> None:
         self.costs, self.model, self.name = costs, model, name
+        self._target = target
+        self._kept = 1  # rows that steps of one request have, guesses or not, where a change of them costs something
+        self._plain_steps = 0  # since one had guesses
+        self._latest: dict[bool, Request] = {}  # greedy, sampled
         self.most, self.least, self.p_min = most, min(least, most), p_min
         self.texts = [NgramMemory(n_ctx) for _ in range(n_seq_max)] if ngram else []
         self._owners: list[Request | None] = [None] * n_seq_max  # whose tokens each text holds
@@ -159,6 +166,7 @@ class Speculator:
         if not self._idle:
             return False
         self._idle -= 1
+        self._leave_size()
         return True
 
     @property
@@ -178,7 +186,7 @@ class Speculator:
         self._began = perf_counter()
         self._n_rounds += 1
         together = len(tasks) == 1 and tasks[0].takes_chosen
-        self._curious = self._n_rounds >= self._next_curious and not self.least
+        self._curious = self._n_rounds >= self._next_curious and not self.least and not self.costs.change
         if self._curious:
             self._next_curious = self._n_rounds + APART
             self._n_curious += 1
@@ -196,7 +204,12 @@ class Speculator:
     def request_of(self, task: Generation) -> Request:
         """What is known about a task's guesses."""
         if task.guessing is None:
-            task.guessing = Request(task.options.sampling.temperature != 0, self.costs[1])
+            sampled = task.options.sampling.temperature != 0
+            task.guessing = request = Request(sampled, self.costs[1])
+            if self.costs.change:  # a try is dear: what the latest request has found out, this one goes by
+                if sampled in self._latest:
+                    request.sources = {name: copy(one) for name, one in self._latest[sampled].sources.items()}
+                self._latest[sampled] = request
         return task.guessing
 
     def is_worth_reading(self, task: Generation, request: Request) -> bool:
@@ -228,11 +241,20 @@ class Speculator:
         self, slot: Slot, request: Request, rows: int, pace: float, limit: int
     ) -> tuple[list[int], list[int], float]:
         """A guess from what was said, as long as pays; its classes, and the tokens it promises."""
+        misses = request.misses
         guess, kinds = self.search(slot, request, limit)
         if not guess:
             return guess, kinds, 0.0
         odds = self.ngram_odds[request.sampled]
-        count, net = self._best_length([odds[kind] for kind in kinds], rows, pace)
+        chances = [odds[kind] for kind in kinds]
+        count, net = self._best_length(chances, rows, pace)
+        if self.costs.change and not self.least and rows + count > self._kept:
+            net -= pace * self.costs.change  # there; before the way back there is more to repeat, as a rule
+            there = self._best_length(chances[: self._kept - rows], rows, pace) if self._kept > rows else (0, 0.0)
+            count, net = (count, net) if net > there[1] else there
+            if not count:
+                request.misses = misses
+                self._miss(request)
         return guess[:count], kinds[:count], net
 
     def search(self, slot: Slot, request: Request, limit: int) -> tuple[list[int], list[int]]:
@@ -246,12 +268,16 @@ class Speculator:
             if longer > agreed:
                 guess, agreed = other, longer
         if not guess:
-            request.misses += 1
-            if request.misses >= PATIENCE:  # a text without repetitions
-                request.unsearched = min(1 << min(request.misses - PATIENCE, 8), SELDOM)
+            self._miss(request)
             return guess, []
         request.misses = 0
         return guess, [bisect_right(AGREED, agreed + i) for i in range(len(guess))]
+
+    def _miss(self, request: Request) -> None:
+        """A search has brought nothing."""
+        request.misses += 1
+        if request.misses >= PATIENCE:  # a text without repetitions
+            request.unsearched = min(1 << min(request.misses - PATIENCE, 8), SELDOM)
 
     def _from_model(
         self, task: Generation, request: Request, rows: int, pace: float, limit: int, together: bool
@@ -265,6 +291,8 @@ class Speculator:
         assert model is not None
         odds, n = self.draft_odds[request.sampled], slot.n_tokens
         began = perf_counter()
+        if self._kept > rows and not self.least:
+            limit = min(limit, self._kept - rows)  # more would cost the target a change
         try:
             stakes = self._stakes(request, rows, pace, limit, task.end_ids)
             if self._curious:
@@ -428,8 +456,10 @@ class Speculator:
         seconds: that such a step takes; spent: that went by
         """
         n, guessed = len(found), sum(count for _, _, count, _ in found)
-        self.costs.learn(n + guessed, seconds - sum(now.seconds for _, now, _, _ in found))
-        extra = self.costs[n + guessed] - self.costs[n]
+        if self._target is None or self._target.settled:
+            self.costs.learn(n + guessed, seconds - sum(now.seconds for _, now, _, _ in found))
+        self._keep_size(n, guessed)
+        extra = self.costs[max(n + guessed, self._kept)] - self.costs[n]
         plain = n / self.costs[n]
         made = 0
         for request, now, count, accepted in found:
@@ -439,13 +469,28 @@ class Speculator:
             if now.source == "draft" and not self._curious:
                 self._usual += 0.1 * (count - self._usual)
             if not self.least:
-                share = extra * count / guessed if guessed else 0.0
+                share = extra * count / guessed if guessed else extra / n
                 request.sources[now.source].learn(accepted, now.seconds + share, plain, sure=count > 0)
             odds = (self.ngram_odds if now.source == "ngram" else self.draft_odds)[request.sampled]
             for i, kind in enumerate(now.kinds[: accepted + 1]):
                 odds.learn(kind, i < accepted)
         tokens, of = self._paces.get(n, (0.0, 0.0))
         self._paces[n] = 0.98 * tokens + made, 0.98 * of + spent
+
+    def _keep_size(self, n: int, guessed: int) -> None:
+        """Keeps in mind what size the target's steps have since one had guesses."""
+        if n > 1 or self._target is None or not self.costs.change:
+            return
+        if guessed:
+            self._kept, self._plain_steps = max(self._target.rows_of(1 + guessed), self._kept), 0
+        else:
+            self._leave_size()
+
+    def _leave_size(self) -> None:
+        """There was a plain step: after some the target takes no more rows than they have."""
+        self._plain_steps += 1
+        if self._target is not None and self._plain_steps >= self._target.settling:
+            self._kept = 1
 
     def rest(self, slot: Slot) -> None:
         """Nothing is guessed for the slot for now."""

@@ -19,6 +19,8 @@ from edgert.backends.base import Batch
 from edgert.backends.llama import amx, door
 from edgert.backends.llama import library as module
 from edgert.backends.llama.backend import LlamaBackend
+from edgert.backends.llama.offload import Offload
+from edgert.backends.llama.padding import Padding
 from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, ModelFileError, RequestError
 from edgert.quantize.gguf_file import GGUFFile
 
@@ -414,3 +416,45 @@ def test_a_filled_sequence_holds_what_was_read_over_and_over(
         assert kl_divergence(expected, filled).max() < 1e-4
     with pytest.raises(DoesNotFitError):
         backend.fill(0, 300)
+
+
+@needs_llama
+def test_rows_that_nobody_asked_for_change_no_answer(make: Callable[..., LlamaBackend]) -> None:
+    plain, padded = make(), make()
+    padded._padding = Padding()
+    at = 0
+    for n in (1, 3, 1, 1, 7, 2, 1, 5, *[1] * 12, 4):
+        part = (TOKENS * 2)[at : at + n]
+        ours, theirs = (backend.extend(part, at, 0).copy() for backend in (padded, plain))
+        assert ours.shape == theirs.shape == (n, 384)
+        assert np.abs(ours - theirs).max() < 1e-2
+        at += n
+        assert padded.length(0) == at and padded.free_positions() == plain.free_positions()
+    assert padded._padding._size == 4 and not padded.settled
+
+
+@needs_llama
+def test_at_the_end_of_the_context_there_are_no_rows_to_spare(make: Callable[..., LlamaBackend]) -> None:
+    backend = make(n_ctx=32)
+    backend._padding = Padding()
+    for at in range(0, 30, 3):
+        backend.extend([1, 2, 3], at, 0)
+    assert backend.extend([1, 2], 30, 0).shape == (2, 384) and backend.length(0) == 32
+
+
+def test_a_size_is_kept_while_it_is_asked_for_now_and_then() -> None:
+    padding = Padding()
+    assert [padding.rows(n) for n in (1, 1, 2, 1, 1, 5, 1, 3)] == [1, 1, 4, 4, 4, 8, 8, 8]
+    assert [padding.rows(1) for _ in range(10)] == [8] * 6 + [1] * 4  # two had done with less before
+    assert padding.settled
+    assert padding.rows(1) == 1 and padding.settled
+    assert padding.rows(40) == 40 and not padding.settled
+    assert padding.rows(9) == 40
+
+
+def test_only_a_whole_model_on_cuda_keeps_graphs(make: Callable[..., LlamaBackend]) -> None:
+    pytest.importorskip("llama_cpp")
+    backend = make()
+    assert backend._padding is None and backend.settled and backend.settling == 1
+    for layers, device, kept in ((5, "CUDA0 (a GPU)", True), (4, "CUDA0 (a GPU)", False), (5, "Vulkan0", False)):
+        assert backend._keeps_graphs(Offload(layers, 5, device)) == kept
