@@ -179,6 +179,20 @@ def test_what_is_wrong_is_named_with_advice(monkeypatch: pytest.MonkeyPatch, tmp
     assert "BAD  numba" in text and text.rstrip().endswith("problems")
 
 
+def test_a_package_that_pip_has_not_installed_is_none_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "llama-cpp-python" else real(package))
+    monkeypatch.setattr(gpus, "gpus", lambda *_: [gpus.Gpu("NVIDIA Test", "nvidia")])
+    monkeypatch.setattr(doctor, "find_spec", lambda module: SimpleNamespace(origin=f"/built/{module}/__init__.py"))
+    found = checks("--no-self-test")[1]["llama-cpp-python"]
+    assert found["status"] == "ok" and "/built/llama_cpp/" in found["text"]
+    monkeypatch.setattr(doctor, "find_spec", lambda module: None)
+    found = checks("--no-self-test")[1]["llama-cpp-python"]
+    assert "is not installed" in found["text"]
+
+
 def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(doctor, "shutil", SimpleNamespace(disk_usage=lambda _: usage))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake import EOS, FakeDecoder, hashed
+from fake import EOS, FakeDecoder, FakeTokenizer, hashed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_fake import PagedFake
@@ -24,7 +24,8 @@ GREEDY = SamplingParams(temperature=0)
 
 def generation(prompt: list[int], **params: Any) -> Generation:
     options = Options.of(GREEDY, **params)
-    return Generation(np.array(prompt, np.int32), options, Sampler(options.sampling, 260), FakeDecoder(), {EOS})
+    decoder = FakeDecoder(FakeTokenizer(), ())
+    return Generation(np.array(prompt, np.int32), options, Sampler(options.sampling, 260), decoder, {EOS})
 
 
 def by_hand(backend: PagedFake, limits: Limits | None = None, speculator: Speculator | None = None) -> Engine:

@@ -334,7 +334,7 @@ def seconds_with(draft: FakeBackend | None, n: int, **options: Any) -> float:
 
 
 def test_where_a_change_of_size_is_dear_guesses_stay_or_stop() -> None:
-    """Bad ones have cost little when five replies are done, and good ones pay although each change costs a dozen steps."""
+    """Bad ones cost little in five replies, and good ones pay although each change takes as long as a dozen steps."""
     plain = seconds_with(None, 5, ngram=False)
     assert seconds_with(None, 5) < 1.02 * plain  # two tokens that agree now and then are no reason
     assert seconds_with(Chancy(30.0, n_ctx=900), 5) < 1.15 * plain

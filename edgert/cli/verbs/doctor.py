@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ LEAST_DISK, LEAST_MEMORY = 500 << 20, 500 << 20  # bytes below which a first mod
 NEEDED = ("numpy", "numba", "llvmlite", "tokenizers", "jinja2", "psutil", "platformdirs")
 # What serves GPUs and NPUs, and nothing on a machine without.
 EXTRAS = {"llama-cpp-python": "gpu", "onnxruntime": "npu", "onnx": "npu"}
+MODULES = {"llama-cpp-python": "llama_cpp", "nvidia-ml-py": "pynvml"}  # where the names differ
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,9 @@ def _extra(area: str, package: str, kind: str, install: str, makers: tuple[str, 
     found = _version(package)
     if found:
         return Check(area, package, OK, found)
+    module = find_spec(MODULES.get(package, package))
+    if module is not None:
+        return Check(area, package, OK, f"is here, not installed by pip: {module.origin}")
     lacking = accelerators.lack(kind, makers)[0]
     if lacking:
         return Check(area, package, OK, f"is not installed, and not needed: {lacking}")
