@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,13 @@ from test_speculation import CHEAP, Chancy, speculating
 
 from edgert.backends.base import Batch
 from edgert.speculation import Speculator
-from edgert.speculation.crowd import Crowd, Ways
+from edgert.speculation.crowd import Crowd
 from edgert.speculation.draft_model import DraftModel
 from edgert.speculation.economics import Costs
+from edgert.speculation.prospects import promised
+from edgert.speculation.ways import Ways
+
+STAIRS = [1.0 * (1 + (n > 8) * 0.5 + (n > 16) * 1.0) for n in range(1, 25)]  # seconds of a step by its rows
 
 
 def share_of_guessing(ways: Ways, gain: float, steps: int, seed: int = 0) -> float:
@@ -52,10 +57,38 @@ def test_what_pays_is_found_anew() -> None:
         assert ways.guessing is wanted
 
 
+@pytest.mark.parametrize("gain", [0.3, 0.7, 0.95])
+@pytest.mark.parametrize("reading", [0.0, 0.2])
+def test_trials_lose_a_hundredth_at_most(gain: float, reading: float) -> None:
+    """reading: seconds in which a draft reads the texts of all requests when a trial begins"""
+    ways, draw, spent, lost, before = Ways(), random.Random(0), 0.0, 0.0, 99
+    for _ in range(10_000):
+        way = ways.now()
+        read = reading if way and before > 3 * Ways.TURN else 0.0
+        before = 0 if way else before + 1
+        usual = 0.01 * draw.uniform(0.9, 1.2)
+        seconds = usual / gain if way else usual
+        spent += seconds + read
+        lost += seconds + read - usual
+        ways.learn(8, seconds, read)
+    assert 0 < lost < 0.01 * spent
+
+
 def test_that_guesses_pay_for_fewer_is_soon_tried_for_more() -> None:
     ways = Ways(guessing=True, pause=Ways.LONGEST).like()
     assert share_of_guessing(ways, 0.8, 200) < 0.25
     assert not ways.guessing
+
+
+def test_most_steps_without_guesses_are_not_watched() -> None:
+    """And a better way is found all the same."""
+    ways, watched, steps = Ways(), 0, 0
+    for gain, most in ((0.7, 20_000), (1.5, 40_000)):
+        while steps < most and not ways.guessing:
+            ways.learn(8, 0.01 / (gain if ways.now() else 1.0))
+            watched += 1
+            steps += 1 + ways.rest()
+    assert ways.guessing and watched < steps / 5
 
 
 def share_beside_others(gain: float, steps: int, seed: int) -> float:
@@ -88,12 +121,28 @@ def test_a_draft_that_cannot_pay_by_what_is_known_is_not_tried(
     for steps in (1, 2, 3, 4) * 40:
         speculator.draft_cost.learn(steps, steps * draft_seconds)
     crowd = Crowd(speculator)
-    assert crowd._may_pay(4) is tried
+    assert (crowd._promise(4, False) > 1) is tried
     for _ in range(200):
         speculator.draft_cost.learn(4, 4 * 0.01)
-    assert crowd._may_pay(4) is tried  # asked anew now and then
+    assert (crowd._promise(4, False) > 1) is tried  # asked anew now and then
     crowd._n_rounds += 64
-    assert crowd._may_pay(4) is (rows_cost < 0.5)
+    assert (crowd._promise(4, False) > 1) is (rows_cost < 0.5)
+
+
+@pytest.mark.parametrize(
+    ("chances", "mean", "draft", "ratio"),
+    [
+        ([0.5] * 4, 0.5, 0.0, 6 / 4),  # rows up to eight cost nothing
+        ([0.9, 0.9, 0.1, 0.1], 0.0, 0.0, 6 / 4),
+        ([0.9] * 4, 1.0, 0.0, 7.6 / 4),
+        ([0.9] * 4, 1.0, 2.0, 11.2 / 3.5 / 4),
+        ([0.9] * 8, 0.0, 0.0, 15.2 / 8 / 1.5),  # all of the next stair
+        ([0.1] * 8, 0.0, 0.0, 8.8 / 8 / 1.5),
+    ],
+)
+def test_what_guesses_promise(chances: list[float], mean: float, draft: float, ratio: float) -> None:
+    seconds = STAIRS[len(chances) - 1 : 16]
+    assert promised(seconds, chances, mean, 1 if mean == 0 else 2, lambda depth: draft) == pytest.approx(ratio)
 
 
 def test_another_number_of_requests_begins_with_what_is_known() -> None:
@@ -102,9 +151,6 @@ def test_another_number_of_requests_begins_with_what_is_known() -> None:
     assert share_of_guessing(crowd.ways(8), 0.6, 200) < 0.1
     share_of_guessing(crowd.ways(3), 1.6, 4000)
     assert share_of_guessing(crowd.ways(2), 1.6, 200) > 0.9
-
-
-STAIRS = [1.0 * (1 + (n > 8) * 0.5 + (n > 16) * 1.0) for n in range(1, 25)]  # seconds of a step by its rows
 
 
 @pytest.mark.parametrize(
@@ -119,6 +165,25 @@ STAIRS = [1.0 * (1 + (n > 8) * 0.5 + (n > 16) * 1.0) for n in range(1, 25)]  # s
 )
 def test_guesses_are_checked_where_they_pay_together(chances: list[list[float]], counts: list[int]) -> None:
     assert Crowd(Speculator(64, 8, Costs(STAIRS)))._best(chances, 15) == counts
+
+
+def test_where_nothing_can_pay_steps_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row costs as much as a step: few of those that two requests share are proposed for."""
+    proposed, propose = list[int](), Crowd.propose
+
+    def counted(crowd: Crowd, tasks: Sequence[Any], room: int, began: float) -> list[int]:
+        proposed.append(len(tasks))
+        return propose(crowd, tasks, room, began)
+
+    monkeypatch.setattr(Crowd, "propose", counted)
+    backend = Chancy(n_ctx=400, n_seq_max=2)
+    with speculating(backend, Chancy(n_ctx=400, n_seq_max=2), [1.0 * n for n in range(1, 25)], ngram=False) as model:
+        streams = [model.generate("abc" * (1 + i), True, ignore_eos=True, max_tokens=300) for i in range(2)]
+        for stream in streams:
+            stream.reply()
+    shared = [batch for batch in backend.batches if len(set(batch.sequences.tolist())) > 1]
+    assert len(shared) > 100 and all(len(batch) == 2 for batch in shared[1:])
+    assert 0 < len(proposed) < len(shared) / 10
 
 
 def test_requests_that_share_steps_are_guessed_for_and_stay_what_they_are() -> None:
@@ -140,3 +205,10 @@ def test_requests_that_share_steps_are_guessed_for_and_stay_what_they_are() -> N
         alone = [model.generate("abc" * (1 + i), ignore_eos=True, **r) for i, r in enumerate(requests)]
     assert [reply.tokens for reply in together] == [reply.tokens for reply in alone]
     assert any(len(set(batch.sequences.tolist())) > 1 and len(batch) > 4 for batch in backend.batches)
+
+
+def test_a_least_number_of_guesses_needs_no_draft() -> None:
+    """With n-grams alone, for requests that share steps."""
+    with speculating(Chancy(n_ctx=400, n_seq_max=2), None, least=2) as model:
+        streams = [model.generate("abc" * (1 + i), True, ignore_eos=True, max_tokens=60) for i in range(2)]
+        assert [stream.reply().stats.predicted_n for stream in streams] == [60, 60]

@@ -28,7 +28,7 @@ from edgert.options import SamplingParams
 from edgert.quantize.gguf_file import GGUFFile
 from edgert.sampler import _RACE_DEPTH, Sampler
 from edgert.speculation import loading, tuning
-from edgert.speculation.draft_model import DraftModel
+from edgert.speculation.draft_model import DraftModel, Text
 from edgert.store.catalogue import CATALOGUE
 
 Tiny = Callable[..., Path]
@@ -285,6 +285,57 @@ def test_a_draft_guesses_in_one_walk_what_it_does_step_by_step(
     stakes.floors[3] = 2.0  # no chance is as high
     assert len(DraftModel(draft).guess(0, tokens, 12, sampler, replace(stakes))) == 3
     draft.close()
+
+
+def test_a_draft_guesses_for_several_in_one_walk_what_it_does_for_each(tiny_model: Tiny) -> None:
+    """Texts of different lengths, samplers and ends; then with some of the guesses and other tokens behind them."""
+    n_texts, most = 5, [6, 3, 1, 6, 6]
+    with GGUFFile.open(tiny_model("llama")) as file:
+        together, alone = (
+            DraftModel(CpuDraft(file, n_guesses=6, n_ctx=128, n_threads=2, n_seq_max=n_texts)) for _ in range(2)
+        )
+    draw, kernel = np.random.default_rng(3), SampleKernel()
+    lengths = [3, 40, 1, 12, 64]
+    tokens = draw.integers(20, 60, (n_texts, 128)).astype(np.int32)
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, repeat_penalty=1.3) for i in range(n_texts)]
+    samplers = [[Sampler(one, together.backend.n_vocab, (), kernel) for one in params] for _ in range(2)]
+    stakes = [_stakes(n, np.zeros(n + 1), np.full(2, 0.9)) for n in most]
+    stakes[3].floors[2] = 2.0  # no chance is as high
+    for right in range(4):
+        texts = [
+            Text(i, tokens[i].copy(), n, samplers[0][i], stakes[i], params[i])
+            for i, n in enumerate(lengths)
+            if i != right
+        ]
+        shares = together.guess_together(texts)
+        for text, found in zip(texts, shares, strict=True):
+            i, n = text.sequence, text.n
+            other = tokens[i].copy()
+            expected = alone.guess(i, other, n, samplers[1][i], stakes[i], params[i])
+            assert found is not None and found.tolist() == expected.tolist()
+            assert text.tokens[: n + len(found)].tolist() == other[: n + len(found)].tolist()
+            assert together.backend.length(i) == alone.backend.length(i)
+            accepted = min(right, len(found))
+            tokens[i, n : n + accepted] = other[n : n + accepted]
+            lengths[i] = n + accepted + 1  # and a token that was chosen in place of the next guess
+    assert [len(stake.floors) for stake in stakes] == [n + 1 for n in most]
+    together.backend.close()
+    alone.backend.close()
+
+
+def test_a_draft_whose_memory_is_full_begins_anew_near_the_ends_of_texts(tiny_model: Tiny) -> None:
+    """Four texts that grow where there is room for 100 positions each; a fifth one that nobody asks for any more."""
+    with GGUFFile.open(tiny_model("llama")) as file:
+        model = DraftModel(CpuDraft(file, n_guesses=4, n_ctx=512, n_threads=2, n_seq_max=5, n_cached=400))
+    kernel, stakes = SampleKernel(), _stakes(4, np.zeros(5), np.full(2, 0.9))
+    samplers = [Sampler(SamplingParams(temperature=0), model.backend.n_vocab, (), kernel) for _ in range(5)]
+    tokens = np.random.default_rng(3).integers(20, 60, (5, 512)).astype(np.int32)
+    for n in [64, *range(70, 500, 3)]:
+        texts = [Text(i, tokens[i], n, samplers[i], stakes, samplers[i]) for i in range(4 if n > 64 else 5)]
+        shares = model.guess_together(texts)
+        assert [len(found) for found in shares if found is not None] == [4] * len(texts)
+    assert sum(model.backend.length(i) for i in range(5)) <= 400 and not model.backend.length(4)
+    model.backend.close()
 
 
 def _stakes(most: int, floors: NDArray[np.float64], odds: NDArray[np.float64], step: float = 0.0) -> Stakes:

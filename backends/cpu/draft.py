@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +22,7 @@ from edgert.backends.cpu.sampling import Chain, Some
 from edgert.backends.cpu.step import SPARE, Shape
 from edgert.backends.cpu.tape import Tape
 from edgert.backends.cpu.team import LEAVE
+from edgert.backends.cpu.together import Asked, Together
 from edgert.backends.cpu.weights import Packer
 from edgert.errors import DoesNotFitError
 from edgert.quantize.gguf_file import Model
@@ -43,28 +46,30 @@ class CpuDraft(CpuBackend):
             name = "token_embd.weight" if self.architecture.tied_head else "output.weight"
             output = [Packer(file, self.isa, self._team).pack_some(name, common)]
         columns = sum(matrix.n_panels * self.isa.lanes for matrix in output)
-        rows = aligned((1 + SPARE) * columns * 4).view(np.float32).reshape(-1, columns)
+        sequences = self.n_seq_max if self.n_seq_max > 1 else 0  # for which it guesses together
+        rows = aligned((max(1, sequences) + SPARE) * columns * 4).view(np.float32).reshape(-1, columns)
         self._guessed_logits, self._logits_address = rows, rows.ctypes.data
         self._output = output
-        found = compiler.addresses(["again", "guess"], self.isa, self._progress)
+        names = ["again", "guess", *["guess_together"] * bool(sequences)]
+        found = compiler.addresses(names, self.isa, self._progress)
         again, guess = found["again"], found["guess"]
         words = self._graph.arena.integers(len(PLACE))
-        steps = []
-        for n in range(1, ROWS + 1):
-            shape = self._graph.shape(0, n, 1)
-            ops = self._graph.ops(shape, output)
-            self._graph.set_logits(ops, rows, output)
-            tape = Tape(ops, compiler.addresses([op.kernel for op in ops], self.isa, self._progress), self._graph.arena)
-            # An op's arguments are given by address, so that one step's words serve all steps.
-            steps.append(np.concatenate([tape.words, [[guess, words.ctypes.data, LEAVE]]]))
+        # An op's arguments are given by address, so that one step's words serve all steps.
+        steps = [self._step(n, 1, guess, words.ctypes.data) for n in range(1, ROWS + 1)]
         graph = self._graph
-        for name, array in {"tokens": graph.tokens, "positions": graph.positions, "slots": graph.slots,
-                            "wanted": graph.wanted, "header": graph.header, "one": ONE}.items():  # fmt: skip
+        inputs = {"tokens": graph.tokens, "positions": graph.positions, "slots": graph.slots,
+                  "wanted": graph.wanted, "header": graph.header}  # fmt: skip
+        for name, array in (inputs | {"one": ONE}).items():
             words[PLACE[name]] = array.ctypes.data
         words[PLACE["n_header"]], words[PLACE["team"]] = len(ONE), self._team.address
         beside = options.get("beside")
         ratio = self.memory()["weights"] / beside.memory()["weights"] if isinstance(beside, CpuBackend) else 1.0
         self._guessing = Guessing(words, steps, n_guesses, ratio)
+        self._together: Together | None = None
+        if sequences:
+            step, team = partial(self._step, last=found["guess_together"]), self._team.address
+            self._together = Together(sequences, n_guesses, inputs, rows, team, step)
+            self.capabilities |= {"guess together"}
         self.times: list[tuple[float, float]] = []  # seconds of guessing and of checking in each of the latest rounds
         interrupted = np.zeros(1, np.int64)
         self.interrupted = interrupted.data
@@ -75,6 +80,14 @@ class CpuDraft(CpuBackend):
             self.capabilities |= {"check"}
             for name, array in check.inputs().items():
                 words[PLACE[f"target_{name}"]] = array.ctypes.data
+
+    def _step(self, n_rows: int, n_wanted: int, last: int, arguments: int) -> NDArray[np.int64]:
+        """The words of a step of so many rows and logits of them, with a kernel behind it that may end the walk."""
+        graph = self._graph
+        ops = graph.ops(graph.shape(0, n_rows, n_wanted), self._output)
+        graph.set_logits(ops, self._guessed_logits, self._output)
+        tape = Tape(ops, compiler.addresses([op.kernel for op in ops], self.isa, self._progress), graph.arena)
+        return np.concatenate([tape.words, [[last, arguments, LEAVE]]])
 
     def _tape(self, shape: Shape) -> Tape:
         """Of what it reads besides, all takes the kernels of many tokens, compiled at the start: nobody shall wait."""
@@ -115,6 +128,32 @@ class CpuDraft(CpuBackend):
         self._guess(sequence, pending, chain, history, n, stakes, most, length + rows + most - 1)
         cache.shorten(sequence, length + rows + guessing.steps - 1)
         return guessing.shares[: guessing.count]
+
+    def guess_together(
+        self, arguments: Sequence[tuple[int, list[int], Chain, NDArray[np.int32], int, Stakes]]
+    ) -> list[NDArray[np.float64]]:
+        """`guess` for several sequences at once, with the arguments of each, whose chains are different ones.
+
+        Raises: DoesNotFitError when the cache is full.
+        """
+        cache, together, asked = self._cache, self._together, [Asked(*one) for one in arguments]
+        assert together is not None
+        lengths = [cache.lengths[one.sequence] for one in asked]
+        most = [self._most(one.sequence, one.pending, one.stakes) for one in asked]
+        read = [length + len(one.pending) for one, length in zip(asked, lengths, strict=True)]
+        growth = {one.sequence: end + n - 1 for one, end, n in zip(asked, read, most, strict=True)}
+        if cache.missing(growth):
+            raise DoesNotFitError("The draft's cache is full.")
+        for one in asked:
+            cache.grow(one.sequence, growth[one.sequence])
+            one.chain.prepare(self._logits_address, one.history, one.n)
+        self._team.walk(*together.begin(asked, lengths, most))
+        found = []
+        for i, one in enumerate(asked):
+            shares, steps = together.result(i)
+            cache.shorten(one.sequence, read[i] + steps - 1)
+            found.append(shares)
+        return found
 
     def _most(self, sequence: int, pending: list[int], stakes: Stakes) -> int:
         """Guesses, as many as the context has room for."""

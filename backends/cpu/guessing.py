@@ -74,34 +74,19 @@ ROUNDS = 8  # rounds of guessing and checking in one walk, at most
 N_MADE, N_CHECKED, N_CHOSEN, TURNED, DONE, LOG = range(6)
 
 
-class Guessing:
-    """The kernel's arguments, and the tapes that it is part of.
+class Arguments:
+    """The kernel's arguments for one sequence.
 
-    words:  int64 (len(ARGUMENTS),)
-    steps:  for each number of rows, from 1 on, the words of a step with the kernel behind it, int64 (n_ops, 3)
-    most:   guesses
-    ratio:  of what a step takes to what the target's does, as long as it has not been measured
+    words:   int64 (len(ARGUMENTS),)
+    shares:  float64, where the guesses' probabilities go
     """
 
-    def __init__(self, words: NDArray[np.int64], steps: Sequence[NDArray[np.int64]], most: int, ratio: float) -> None:
-        self.words, self.most, self._ratio = words.data, most, ratio
-        self._rate, self._last = 0.0, (0, 0.0)  # ticks a second, and when they were last looked at
+    def __init__(self, words: NDArray[np.int64], shares: NDArray[np.float64]) -> None:
+        self.words = words.data
         self._doubles: memoryview[float] = words.view(np.float64).data  # type: ignore[assignment]
-        self._tapes = [np.concatenate([first, *[steps[0]] * (most - 1)]) for first in steps]
-        self._addresses = [tape.ctypes.data for tape in self._tapes]
-        self._ends = [[len(first) + i * len(steps[0]) for i in range(most)] for first in steps]
-        self.shares = np.zeros(ROUNDS * most)
+        self.shares = shares
+        self._shares_address = shares.ctypes.data
         self._stakes: Stakes | None = None
-        self._shares_address = self.shares.ctypes.data
-        log, self._first_steps = np.zeros((ROUNDS, LOG + most + 1), np.int64), np.zeros((ROWS, 2), np.int64)
-        self._log = log
-        words[PLACE["log"]], words[PLACE["log_stride"]] = log.ctypes.data, log.strides[0]
-        words[PLACE["first_steps"]] = self._first_steps.ctypes.data
-        self._first_steps[:, 0] = self._addresses
-
-    def tape(self, n_rows: int, most: int) -> tuple[int, int]:
-        """Address and length of up to `most` steps, the first with `n_rows` rows."""
-        return self._addresses[n_rows - 1], self._ends[n_rows - 1][most - 1]
 
     def set(self, chain: Chain, stakes: Stakes, most: int, position: int) -> None:
         """Writes the arguments. position: of the last token that the first step reads"""
@@ -124,6 +109,43 @@ class Guessing:
         words[PLACE["n_sure"]], words[PLACE["n_ends"]] = len(stakes.sure), len(stakes.ends)
         for name in ("floors", "sure", "odds", "ends", "extra", "unknown"):
             words[PLACE[name]] = getattr(stakes, name).ctypes.data
+
+    @property
+    def count(self) -> int:
+        """Guesses of the last walk."""
+        return self.words[_COUNT]
+
+    @property
+    def steps(self) -> int:
+        """Steps of the last walk."""
+        return self.words[_STEPS]
+
+
+class Guessing(Arguments):
+    """The kernel's arguments, and the tapes that it is part of.
+
+    words:  int64 (len(ARGUMENTS),)
+    steps:  for each number of rows, from 1 on, the words of a step with the kernel behind it, int64 (n_ops, 3)
+    most:   guesses
+    ratio:  of what a step takes to what the target's does, as long as it has not been measured
+    """
+
+    def __init__(self, words: NDArray[np.int64], steps: Sequence[NDArray[np.int64]], most: int, ratio: float) -> None:
+        super().__init__(words, np.zeros(ROUNDS * most))
+        self.most, self._ratio = most, ratio
+        self._rate, self._last = 0.0, (0, 0.0)  # ticks a second, and when they were last looked at
+        self._tapes = [np.concatenate([first, *[steps[0]] * (most - 1)]) for first in steps]
+        self._addresses = [tape.ctypes.data for tape in self._tapes]
+        self._ends = [[len(first) + i * len(steps[0]) for i in range(most)] for first in steps]
+        log, self._first_steps = np.zeros((ROUNDS, LOG + most + 1), np.int64), np.zeros((ROWS, 2), np.int64)
+        self._log = log
+        words[PLACE["log"]], words[PLACE["log_stride"]] = log.ctypes.data, log.strides[0]
+        words[PLACE["first_steps"]] = self._first_steps.ctypes.data
+        self._first_steps[:, 0] = self._addresses
+
+    def tape(self, n_rows: int, most: int) -> tuple[int, int]:
+        """Address and length of up to `most` steps, the first with `n_rows` rows."""
+        return self._addresses[n_rows - 1], self._ends[n_rows - 1][most - 1]
 
     def set_rounds(self, most_rounds: int, most: int, limit: int) -> None:
         """Writes the arguments of rounds. most: guesses of each; limit: tokens for which there is room"""
@@ -159,13 +181,3 @@ class Guessing:
     def _logs(self) -> list[list[int]]:
         logs: list[list[int]] = self._log[: self.words[_ROUNDS]].tolist()
         return logs
-
-    @property
-    def count(self) -> int:
-        """Guesses of the last walk."""
-        return self.words[_COUNT]
-
-    @property
-    def steps(self) -> int:
-        """Steps of the last walk."""
-        return self.words[_STEPS]

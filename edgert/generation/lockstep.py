@@ -89,8 +89,8 @@ class Lockstep:
         self._account()
         self.tasks.append(task)
         self._n_readings += isinstance(task, Reading)
-        if self._speculator:
-            self._speculator.wake()
+        if self._crowd:
+            self._crowd.wake()
 
     def leave(self, task: Task) -> None:
         """Lets a task go, before its slot is released."""
@@ -99,8 +99,8 @@ class Lockstep:
             self._piece = None
         self.tasks.remove(task)
         self._n_readings -= isinstance(task, Reading)
-        if self._speculator:
-            self._speculator.wake()
+        if self._speculator and self._crowd:
+            self._crowd.wake()
             self._speculator.rest(task.slot)
         if task.done and isinstance(task, Generation):
             if self._speculator and self._shared_by_users:
@@ -243,7 +243,7 @@ class Lockstep:
 
     def _guess(self, parts: list[tuple[Task, int, int]]) -> list[tuple[Generation, int, int]] | None:
         """The same parts with guesses to check; None unless all wait for their next token and something is tried."""
-        if not self._speculator or (len(parts) == 1 and self._speculator.idle):
+        if not self._speculator or not self._crowd or (self._crowd if len(parts) > 1 else self._speculator).idle:
             return None
         tasks = [task for task, _, _ in parts if isinstance(task, Generation) and task.slot.pending == 1]
         if len(tasks) < len(parts):

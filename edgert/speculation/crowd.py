@@ -11,106 +11,21 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgert.backends.base import Stakes
-from edgert.errors import EdgertError
-from edgert.speculation.economics import Costs
-from edgert.speculation.speculator import BOUNDS, SURE, Speculator
+from edgert.speculation.draft_model import NEAR, Text
+from edgert.speculation.economics import Costs, Line
+from edgert.speculation.prospects import promised
+from edgert.speculation.speculator import BOUNDS, SAVED, SURE, Request, Speculator
+from edgert.speculation.ways import Ways
 
 if TYPE_CHECKING:
     from edgert.generation.task import Generation
 
 LONGEST = 8  # guesses for one of several requests in a step
+SHARED = 0.3  # times what guesses for one take, for each further one in the same steps, as long as it is not measured
+PROMISING = 1.05  # times as many tokens a second that guesses must promise for a start with them
 SPREAD = 64  # steps of a reply, about, which pay for what the draft has read of its prompt
-
-
-class Ways:
-    """Whether steps of so many requests make more tokens a second with guesses or without; both are measured.
-
-    The worse way is tried again for some steps, ever more seldom as long as it stays the worse one. Meanwhile both take
-    turns: what a busy machine does to one of them it does to the other, and to take what was measured before for what
-    would be now made the choice one of chance.
-
-    guessing:  which is believed to be the better way
-    """
-
-    TURN, PAIRS = 3, 4  # steps of one way after another in a trial, and pairs of such turns
-    FEW = 2  # pairs after which a hopeless trial ends
-    FIRST, LONGEST = 64, 2048  # steps from one trial to the next
-    GAIN = 1.04  # times as many tokens a second guesses must make to be worth it
-    CLEAR = 0.9  # times the better way's rate: a way below that is tried more seldom
-    MEMORY = 0.98
-
-    def __init__(self, guessing: bool = False, pause: int = FIRST) -> None:
-        self.guessing = guessing
-        self._pause, self._wait = pause, 0
-        self._trial = -1  # steps of the present trial so far; -1: there is none
-        self._won = 0  # its pairs in which what is tried was better
-        self._pair, self._all = np.zeros((2, 2)), np.zeros((2, 2))  # of it by way: tokens and seconds
-        self._tokens, self._seconds = [0.0, 0.0], [0.0, 0.0]  # of late, without guesses and with
-        self._n = [0, 0]  # steps of each way since the other was on
-
-    def like(self) -> Ways:
-        """What is believed of another number of requests.
-
-        That guesses pay there is soon tried, as every step loses if it is wrong; that they do not, as seldom as here.
-        """
-        other = Ways(self.guessing, self.FIRST if self.guessing else self._pause)
-        other._wait = 0 if self.guessing else self._pause
-        return other
-
-    def now(self) -> bool:
-        """Whether the present step is to guess."""
-        return self.guessing != (self._trial >= 0 and self._trial // self.TURN % 2 == 0)
-
-    def rate(self, guessing: bool) -> float:
-        """Tokens a second of late; 0: not known."""
-        return self._tokens[guessing] / self._seconds[guessing] if self._seconds[guessing] else 0.0
-
-    def learn(self, tokens: int, seconds: float) -> None:
-        """Takes in a step, which went as `now` said."""
-        way = self.now()
-        if self._n[way]:  # one that was held up says nothing about its way
-            seconds = min(seconds, 2 * self._seconds[way] / max(1.0, self._tokens[way]) * max(tokens, 1) + 1e-9)
-        memory = self.MEMORY if way == self.guessing else 1.0
-        self._tokens[way] = memory * self._tokens[way] + tokens
-        self._seconds[way] = memory * self._seconds[way] + seconds
-        self._n[way] += 1
-        if self._trial >= 0:
-            self._try(way, tokens, seconds)
-            return
-        self._wait -= 1
-        if self._wait <= 0 and self._n[way] >= self.TURN * self.PAIRS:
-            other = not way
-            self._trial = self._won = self._n[other] = 0
-            self._pair[:] = self._all[:] = 0.0
-            self._tokens[other] /= 4
-            self._seconds[other] /= 4
-
-    def _try(self, way: bool, tokens: int, seconds: float) -> None:
-        """Takes in a step of a trial, and decides at its end."""
-        self._pair[int(way)] += tokens, seconds
-        self._trial += 1
-        if self._trial % (2 * self.TURN):
-            return
-        self._all += self._pair
-        self._won += self._share(self._pair) > 1
-        self._pair[:] = 0.0
-        n_pairs, share, tried = self._trial // (2 * self.TURN), self._share(self._all), not self.guessing
-        if n_pairs < self.PAIRS and not (n_pairs >= self.FEW and share < self.CLEAR**2):
-            return
-        self._trial = -1
-        if (share > self.GAIN and 2 * self._won > n_pairs) if tried else share * self.GAIN > 1:
-            self.guessing, self._pause = tried, self.FIRST
-        else:
-            self._pause = min(self._pause * (2 if share > self.CLEAR else 4), self.LONGEST)
-        self._wait = self._pause
-
-    def _share(self, sums: NDArray[np.float64]) -> float:
-        """Tokens a second of the way that is tried over those of the usual one."""
-        (tried_tokens, tried_seconds), (tokens, seconds) = sums[int(not self.guessing)], sums[int(self.guessing)]
-        return float(tried_tokens * seconds / max(tokens * tried_seconds, 1e-12))
 
 
 class Crowd:
@@ -123,12 +38,16 @@ class Crowd:
     def __init__(self, speculator: Speculator) -> None:
         self._speculator = speculator
         self._costs: dict[int, Costs] = {}  # by the number of requests: rows of several sequences cost otherwise
-        self._ways: dict[int, Ways] = {}
+        self._ways: dict[tuple[int, bool], Ways] = {}  # by that number, and whether most of them are sampled
         self._stakes: dict[tuple[int, bool, int, frozenset[int]], tuple[int, Stakes]] = {}
-        self._prospects: dict[int, tuple[int, bool]] = {}  # by number: when it was asked whether a draft could pay
+        self._draft_costs: dict[int, Line] = {}  # by the number of requests that it guesses for
+        self._prospects: dict[tuple[int, bool], tuple[int, float]] = {}  # as the ways: when it was reckoned, and what
         self._n_rounds = 0
-        self._asked = self._drafting = False  # in the present step: whether there are guesses, and a draft's
+        # In the present step: whether there can be guesses, a draft's, whether there are, and whether most requests
+        # are sampled.
+        self._able = self._drafting = self._asked = self._sampled = False
         self._began = self._spent = self._lent = 0.0  # of the present step: begin, seconds of guessing and of reading
+        self._idle = 0  # steps from now on in which nothing is guessed or learned
         self._owed = 0.0  # seconds in which the draft has read prompts, with a part of which each step is charged
 
     def costs(self, n: int) -> Costs:
@@ -138,12 +57,30 @@ class Crowd:
             self._costs[n] = Costs([known[i + 1] for i in range(len(known))])
         return self._costs[n]
 
-    def ways(self, n: int) -> Ways:
-        """What is known of steps of n requests, or of the nearest number."""
-        if n not in self._ways:
-            nearest = min(self._ways, key=lambda other: abs(other - n), default=None)
-            self._ways[n] = Ways() if nearest is None else self._ways[nearest].like()
-        return self._ways[n]
+    def ways(self, n: int, sampled: bool = False) -> Ways:
+        """What is known of steps of n requests, most of them sampled or not, or of those nearest to them."""
+        key = n, sampled
+        if key not in self._ways:
+            nearest = min(self._ways, key=lambda other: (other[1] != sampled, abs(other[0] - n)), default=None)
+            if nearest is not None:
+                self._ways[key] = self._ways[nearest].like()
+            else:
+                self._ways[key] = Ways(self._promise(n, sampled) > PROMISING)
+        return self._ways[key]
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is guessed in the step that begins, which then need not be proposed for nor learned: between
+        steps all that is touched comes from memory, and for some requests that was a thirtieth of a step."""
+        if not self._idle:
+            return False
+        self._idle -= 1
+        return True
+
+    def wake(self) -> None:
+        """There are other requests than before."""
+        self._idle = 0
+        self._speculator.wake()
 
     def propose(self, tasks: Sequence[Generation], room: int, began: float) -> list[int]:
         """Writes guesses behind the known tokens of each task's slot; returns how many each got.
@@ -154,82 +91,128 @@ class Crowd:
         speculator, n = self._speculator, len(tasks)
         self._began, self._spent, self._lent = began, 0.0, 0.0
         self._n_rounds += 1
-        self._drafting = speculator.least > 0 or self._may_pay(n)
-        self._asked = speculator.least > 0 or (self.ways(n).now() and (self._drafting or bool(speculator.texts)))
+        self._sampled = 2 * sum(task.options.sampling.temperature != 0 for task in tasks) > n
+        self._drafting = speculator.least > 0 or self._promise(n, self._sampled) > 1
+        self._able = self._drafting or bool(speculator.texts)
+        self._asked = speculator.least > 0 or (self._able and self.ways(n, self._sampled).now())
         if not self._asked:
             return [0] * n
         for task in tasks:
             speculator.request_of(task).begin()
         began = perf_counter()
         most = speculator.most if speculator.least else max(1, min(speculator.most, LONGEST, 2 * room // n))
-        chances = [self._guess(task, n, min(most, room, task.most_guesses)) for task in tasks]
+        chances = self._guess(tasks, [min(most, room, task.most_guesses) for task in tasks])
         self._spent = perf_counter() - began
         counts = self._best(chances, room)
         for task, count in zip(tasks, counts, strict=True):
             del speculator.request_of(task).now.kinds[count:]
         return counts
 
-    def _guess(self, task: Generation, n: int, limit: int) -> list[float]:
-        """Guesses for one of n requests, made by what promises more: how likely each is right."""
+    def _guess(self, tasks: Sequence[Generation], limits: Sequence[int]) -> list[list[float]]:
+        """Guesses for each of these, up to so many, made by what promises more: how likely each is right."""
+        chances, drafting, pace = list[list[float]](), list[int](), self._pace(len(tasks))
+        for i, (task, limit) in enumerate(zip(tasks, limits, strict=True)):
+            found, model_promises = self._from_memory(task, limit, pace)
+            chances.append(found)
+            if model_promises:
+                drafting.append(i)
+        if drafting:
+            asked = [(tasks[i], limits[i]) for i in drafting]
+            for i, found in zip(drafting, self._from_model(len(tasks), asked), strict=True):
+                chances[i] = found
+        return chances
+
+    def _from_memory(self, task: Generation, limit: int, pace: float) -> tuple[list[float], bool]:
+        """What was said for one request, and whether the draft is to be asked instead."""
         speculator, slot, began = self._speculator, task.slot, perf_counter()
         request = speculator.request_of(task)
-        now = request.now
-        draft, ngram = request.sources["draft"], request.sources["ngram"]
-        ready = draft.ready and self._drafting and speculator.is_worth_reading(task, request)
-        model = speculator.model if ready or speculator.least else None
+        now, draft, ngram = request.now, request.sources["draft"], request.sources["ngram"]
+        ready = draft.ready and self._drafting and self._is_worth_reading(task, request, pace)
+        asks = limit > 0 and speculator.model is not None and (ready or speculator.least > 0)
         search = bool(speculator.texts) and not request.unsearched and (ngram.ready or speculator.least > 0)
         request.rest(1)
-        if limit < 1:
-            return []
-        chances: list[float] = []
-        if search:
-            guess, kinds = speculator.search(slot, request, limit)
-            chances = [speculator.ngram_odds[request.sampled][kind] for kind in kinds]
-            if guess and (not model or sum(accumulate(chances, mul)) >= draft.gained):
-                now.source, now.kinds = "ngram", kinds
-                slot.tokens[slot.n_tokens : slot.n_tokens + len(guess)] = guess
-        if not now.source and model:
-            now.source = "draft"
-            stakes = self._stakes_for(n, request.sampled, limit, task.end_ids)
-            try:
-                shares = model.guess(slot.sequence, slot.tokens, slot.n_tokens, task.sampler, stakes, request).tolist()
-            except EdgertError:  # the draft's memory is full, or its weights are damaged: the target goes on alone
-                draft.give_up()
-                shares = []
-            now.kinds = [bisect_right(SURE, share) for share in shares]
-            chances = [speculator.draft_odds[request.sampled][kind] for kind in now.kinds]
+        if limit < 1 or not search:
+            return [], asks
+        guess, kinds = speculator.search(slot, request, limit)
+        chances = [speculator.ngram_odds[request.sampled][kind] for kind in kinds]
+        if not guess or (asks and sum(accumulate(chances, mul)) < draft.gained):
+            return [], asks
+        now.source, now.kinds = "ngram", kinds
+        slot.tokens[slot.n_tokens : slot.n_tokens + len(guess)] = guess
         now.seconds = perf_counter() - began
-        if now.source == "draft" and chances:
-            usual = speculator.draft_cost(len(chances))
-            if now.seconds > 2 * usual:  # it has read a prompt, which the whole reply is to pay for
-                self._lent += now.seconds - usual
-                now.seconds = usual
-            else:
-                speculator.draft_cost.learn(len(chances), now.seconds)
-        return chances if now.source else []
+        return chances, False
 
-    def _may_pay(self, n: int) -> bool:
-        """Whether a draft could pay for n requests by what is known of costs and odds, if luck is with it: else it is
-        not even tried, since to be tried it reads all prompts."""
-        asked, found = self._prospects.get(n, (0, False))
-        if n in self._prospects and self._n_rounds - asked < 64:
+    def _is_worth_reading(self, task: Generation, request: Request, pace: float) -> bool:
+        """As the speculator's, beside others: the text is read from near its end on, and less is to be gained."""
+        model = self._speculator.model
+        if model is None:
+            return False
+        saved = SAVED / pace * task.most_guesses
+        return saved >= model.behind(task.slot.sequence, task.slot.n_tokens, request, NEAR)
+
+    def _from_model(self, n: int, asked: Sequence[tuple[Generation, int]]) -> list[list[float]]:
+        """Guesses of the draft for some of n requests, each with its limit."""
+        speculator, began = self._speculator, perf_counter()
+        assert speculator.model is not None
+        requests = [speculator.request_of(task) for task, _ in asked]
+        texts = [
+            Text(
+                task.slot.sequence,
+                task.slot.tokens,
+                task.slot.n_tokens,
+                task.sampler,
+                self._stakes_for(n, request.sampled, limit, task.end_ids),
+                request,
+            )
+            for (task, limit), request in zip(asked, requests, strict=True)
+        ]
+        found, chances = speculator.model.guess_together(texts), list[list[float]]()
+        self._lent = speculator.model.read  # which the whole replies are to pay for
+        seconds = perf_counter() - began - self._lent
+        for request, shares in zip(requests, found, strict=True):
+            now = request.now
+            now.source, now.seconds = "draft", seconds / len(asked)
+            if shares is None:  # the target goes on alone
+                request.sources["draft"].give_up()
+            now.kinds = [] if shares is None else [bisect_right(SURE, share) for share in shares.tolist()]
+            odds = speculator.draft_odds[request.sampled]
+            if now.kinds:
+                odds.meet(now.kinds[0])
+            chances.append([odds[kind] for kind in now.kinds])
+        if most := max(map(len, chances)):
+            line = self._draft_costs.setdefault(len(asked), self._draft_cost(len(asked)))
+            line.learn(most, seconds)
+        return chances
+
+    def _draft_cost(self, n: int) -> Line:
+        """Seconds of the draft's guesses for n requests, by how many the longest has."""
+        if n in self._draft_costs:
+            return self._draft_costs[n]
+        speculator = self._speculator
+        together = speculator.model is not None and speculator.model.together
+        one, times = speculator.draft_cost, 1 + SHARED * (n - 1) if together else n
+        return Line(times * max(0.0, one(0)), times * one.step)
+
+    def _promise(self, n: int, sampled: bool) -> float:
+        """Tokens a second that a draft promises for n requests, by what is known of costs and odds, over those
+        without. Where these are not more it is not even tried, since to be tried it reads texts."""
+        key = n, sampled
+        asked, found = self._prospects.get(key, (-64, 0.0))
+        if self._n_rounds - asked < 64:
             return found
         speculator, costs = self._speculator, self.costs(n)
-        if speculator.model is not None:
-            # Those that are checked are likelier than most.
-            chance = max(odds.mean for odds in speculator.draft_odds) ** 0.5
-            best, tokens = 0.0, float(n)
-            for m in range(1, min(len(costs) - n, LONGEST * n) + 1):
-                each = -(-m // n)
-                tokens += chance**each
-                best = max(best, tokens / (costs[n + m] + n * speculator.draft_cost(each)))
-            found = best > Ways.GAIN * n / costs[n]
-        self._prospects[n] = self._n_rounds, found
+        found, model = 0.0, speculator.model
+        if model is not None:
+            odds, line = speculator.draft_odds[sampled], self._draft_cost(n)
+            read = n * NEAR * model.reading / SPREAD
+            seconds = [costs[i] for i in range(n, len(costs) + 1)]
+            found = promised(seconds, odds.typical(n), odds.mean, LONGEST, lambda depth: line(depth) + read)
+        self._prospects[key] = self._n_rounds, found
         return found
 
     def _pace(self, n: int) -> float:
         """Tokens a second that n requests make without guesses."""
-        return max(n / self.costs(n)[n], self.ways(n).rate(False))
+        return max(n / self.costs(n)[n], self.ways(n, self._sampled).rate(False))
 
     def _best(self, chances: Sequence[Sequence[float]], room: int) -> list[int]:
         """How many guesses of each request are checked: of all the likeliest, as many as pay together."""
@@ -263,7 +246,7 @@ class Crowd:
             speculator, costs, pace = self._speculator, self.costs(n), self._pace(n)
             odds = speculator.draft_odds[sampled]
             row = min((costs[n + m] - costs[n]) / m for m in range(1, max(2, len(costs) - n)))
-            floor = 0.0 if speculator.least else pace * (speculator.draft_cost.step + row) / max(odds.mean, 0.1)
+            floor = 0.0 if speculator.least else pace * (self._draft_cost(n).step / n + row) / max(odds.mean, 0.1)
             floors = np.full(most + 1, floor)
             nothing = np.zeros(most + 1)
             ends = np.array(sorted(end_ids), np.int64)
@@ -275,10 +258,14 @@ class Crowd:
     def learn(self, tasks: Sequence[Generation], counts: Sequence[int]) -> None:
         """Takes in a step that has ended: how long it took, and what was accepted."""
         seconds, n, guessed = perf_counter() - self._began, len(tasks), sum(counts)
-        speculator, costs, ways = self._speculator, self.costs(n), self.ways(n)
+        speculator, costs, ways = self._speculator, self.costs(n), self.ways(n, self._sampled)
         costs.learn(n + guessed, seconds - self._spent)
         if not self._asked:
-            ways.learn(n, seconds)
+            self._idle = Ways.UNWATCHED
+            if self._able:
+                ways.learn(n, seconds)
+                self._idle = ways.rest()
+            self._n_rounds += self._idle
             return
         share, pace = (costs[n + guessed] - costs[n]) / guessed if guessed else 0.0, self._pace(n)
         made = n
@@ -297,4 +284,4 @@ class Crowd:
             self._owed += self._lent
             part = self._owed / SPREAD if ways.now() else 0.0
             self._owed -= part
-            ways.learn(made, seconds - self._lent + part)
+            ways.learn(made, seconds - self._lent + part, self._lent)

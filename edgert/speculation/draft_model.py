@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgert.backends.base import Backend, Batch, Round, Stakes
-from edgert.errors import DoesNotFitError
+from edgert.errors import DoesNotFitError, EdgertError
 from edgert.sampler import Sampler
 
 FEW = 64  # tokens, as others have guessed them
 REACH = 512  # tokens back that are read when it has fallen behind by more
+NEAR = 64  # the same where it guesses for several texts
+
+
+class Text(NamedTuple):
+    """What is guessed for, as `DraftModel.guess` has it."""
+
+    sequence: int
+    tokens: NDArray[np.int32]
+    n: int
+    sampler: Sampler
+    stakes: Stakes
+    owner: object = None
 
 
 class DraftModel:
@@ -26,6 +39,7 @@ class DraftModel:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self._native: Any = backend if "guess" in backend.capabilities else None
+        self.together = "guess together" in backend.capabilities  # whether guesses for several are one walk
         self.checks = "check" in backend.capabilities  # whether it can go on to the target's step
         # Set to 1 by any thread, it has `rounds` end with the present one.
         self.interrupted: memoryview[int] = memoryview(bytearray(8)).cast("q")
@@ -33,7 +47,8 @@ class DraftModel:
             draft: Any = backend
             self.interrupted = draft.interrupted
         self.catching_up = 3e-4  # seconds that reading a few tokens takes which it has not seen, lately
-        self._reading = 1e-5  # seconds that a token of a longer text takes, lately
+        self.reading = 1e-5  # seconds that a token of a longer text takes, lately
+        self.read = 0.0  # seconds in which the latest call read what it had missed
         self._read = [np.zeros(backend.n_ctx, np.int32) for _ in range(backend.n_seq_max)]
         self._starts = [0] * backend.n_seq_max
         self._last: list[tuple[object, int, list[int]]] = [(None, 0, [])] * backend.n_seq_max
@@ -53,6 +68,7 @@ class DraftModel:
 
         Raises: EdgertError when it cannot.
         """
+        self.read = 0.0
         if self._native and sampler.has_kernel:
             pending = self._pending(sequence, tokens, n, owner)
             chain = sampler.chain_over(self._native.some)
@@ -60,6 +76,86 @@ class DraftModel:
             self._note(sequence, tokens, n - len(pending), n, owner)
             return shares
         return self._guess_in_turn(sequence, tokens, n, sampler, stakes)
+
+    def guess_together(self, texts: Sequence[Text]) -> list[NDArray[np.float64] | None]:
+        """`guess` for several texts, in one walk where the backend can; None for one for which it cannot guess."""
+        self.read = 0.0
+        if self.together and len(texts) > 1 and all(text.sampler.has_kernel for text in texts):
+            asked = {text.sequence for text in texts}
+            others = [i for i in range(self.backend.n_seq_max) if i not in asked]
+            for victims in (others, asked, ()):
+                try:
+                    return self._in_one_walk(texts)
+                except DoesNotFitError:
+                    for victim in victims:  # those not asked for are read again when they are needed, the others now
+                        self.backend.free(victim)
+        found: list[NDArray[np.float64] | None] = []
+        read = self.read
+        for text in texts:
+            try:
+                found.append(self.guess(*text).copy())
+                read += self.read
+            except EdgertError:  # its memory is full, or its weights are damaged
+                found.append(None)
+        self.read = read
+        return found
+
+    def _in_one_walk(self, texts: Sequence[Text]) -> list[NDArray[np.float64] | None]:
+        pending = self._all_pending(texts)
+        asked = [
+            (text.sequence, left, text.sampler.chain_over(self._native.some), text.tokens, text.n, text.stakes)
+            for text, left in zip(texts, pending, strict=True)
+        ]
+        shares: list[NDArray[np.float64] | None] = self._native.guess_together(asked)
+        for text, left in zip(texts, pending, strict=True):
+            self._note(text.sequence, text.tokens, text.n - len(left), text.n, text.owner)
+        return shares
+
+    def _all_pending(self, texts: Sequence[Text]) -> list[list[int]]:
+        """As `_pending` of each text; what it has missed of them is read in common steps."""
+        found = [self._followed(text.sequence, text.tokens, text.n, text.owner) for text in texts]
+        missed = [text for text, left in zip(texts, found, strict=True) if left is None]
+        if missed:
+            began = perf_counter()
+            n_read = self._read_together(missed)
+            self.read = perf_counter() - began
+            if n_read > FEW:
+                self._learn_reading(self.read / n_read)
+        for text in texts:
+            self._last[text.sequence] = None, 0, []
+        return [
+            text.tokens[self._starts[text.sequence] + self.backend.length(text.sequence) : text.n].tolist()
+            if left is None
+            else left
+            for text, left in zip(texts, found, strict=True)
+        ]
+
+    def _read_together(self, texts: Sequence[Text]) -> int:
+        """Reads all but the one or two last tokens of texts; returns how many it has read.
+
+        Raises: DoesNotFitError.
+        """
+        backend = self.backend
+        left, n_read = [(text, self._begin(text.sequence, text.tokens, text.n, NEAR)) for text in texts], 0
+        while left := [(text, read) for text, read in left if text.n - read > 2]:
+            parts, room = list[tuple[Text, int, int]](), backend.n_batch
+            for text, read in left:
+                count = min(text.n - 1 - read, room)
+                if count:
+                    parts.append((text, read, count))
+                room -= count
+            tokens = np.concatenate([text.tokens[read : read + count] for text, read, count in parts])
+            sequences = np.repeat([text.sequence for text, _, _ in parts], [count for _, _, count in parts])
+            positions = np.concatenate(
+                [np.arange(read, read + count) - self._starts[text.sequence] for text, read, count in parts]
+            )
+            backend.forward(
+                Batch(tokens, sequences.astype(np.int32), positions.astype(np.int32), np.zeros(len(tokens), np.bool_))
+            )
+            n_read += len(tokens)
+            done = {text.sequence: count for text, _, count in parts}
+            left = [(text, read + done.get(text.sequence, 0)) for text, read in left]
+        return n_read
 
     def rounds(
         self,
@@ -90,11 +186,11 @@ class DraftModel:
             self._note(sequence, tokens, n - len(pending), None, owner)
         return found
 
-    def behind(self, sequence: int, n: int, owner: object) -> float:
-        """Seconds, about, until it has read what it has missed of an owner's n tokens."""
+    def behind(self, sequence: int, n: int, owner: object, reach: int = REACH) -> float:
+        """Seconds, about, until it has read what it has missed of an owner's n tokens, at most `reach` of them."""
         last, before, _ = self._last[sequence]
-        missed = min(n if last is not owner else n - before, REACH)
-        return missed * self._reading if missed > FEW else 0.0
+        missed = min(n if last is not owner else n - before, reach)
+        return missed * self.reading if missed > FEW else 0.0
 
     @property
     def times(self) -> list[tuple[float, float]]:
@@ -112,9 +208,13 @@ class DraftModel:
             if 2 < behind <= FEW:
                 self.catching_up += 0.1 * (min(spent, 2 * self.catching_up) - self.catching_up)
             elif behind > FEW:
-                self._reading += 0.3 * (min(spent / min(behind, REACH), 3 * self._reading) - self._reading)
+                self._learn_reading(spent / min(behind, REACH))
         self._last[sequence] = None, 0, []
         return pending
+
+    def _learn_reading(self, seconds: float) -> None:
+        """Takes in what a token of a longer text has taken."""
+        self.reading += 0.3 * (min(seconds, 3 * self.reading) - self.reading)
 
     def _note(self, sequence: int, tokens: NDArray[np.int32], first: int, sure: int | None, owner: object) -> None:
         """Remembers what has been read, from token `first` on; up to `sure` it is no mere guess (None: all of it)."""
@@ -161,18 +261,11 @@ class DraftModel:
 
     def _catch_up(self, sequence: int, tokens: NDArray[np.int32], n: int, rest: int) -> NDArray[np.int32]:
         """Reads what it has not read of the first n tokens, but for the last ones: those, 1 to `rest`."""
-        backend, read, start = self.backend, self._read[sequence], self._starts[sequence]
-        held = backend.length(sequence)
-        same = max(0, min(held, n - 1 - start))
-        if same and not np.array_equal(read[:same], tokens[start : start + same]):
-            same = int((read[:same] != tokens[start : start + same]).argmax())
-        reach = min(REACH, backend.n_ctx // 2)
-        if not same or n - start - same > reach or n - start >= backend.n_ctx:
-            start = self._starts[sequence] = 0 if n <= reach else n - reach
-            same = 0
-        if same < held:
-            backend.truncate(sequence, same)
-        read[same : n - start] = tokens[start + same : n]
+        backend, began = self.backend, perf_counter()
+        same = self._begin(sequence, tokens, n, REACH)
+        start = self._starts[sequence]
+        same -= start
+        missed = n - start - same
         while start + same < n - rest:
             count = min(backend.n_batch, n - 1 - start - same)
             try:
@@ -185,7 +278,25 @@ class DraftModel:
                     backend.free(other)
                 continue
             same += count
+        self.read = perf_counter() - began if missed > 2 else 0.0
         return tokens[start + same : n].copy()
+
+    def _begin(self, sequence: int, tokens: NDArray[np.int32], n: int, reach: int) -> int:
+        """Forgets what is none of the first n tokens; up to which one it has read them. Where more than `reach` are
+        missing it starts anew so far back."""
+        backend, read, start = self.backend, self._read[sequence], self._starts[sequence]
+        held = backend.length(sequence)
+        same = max(0, min(held, n - 1 - start))
+        if same and not np.array_equal(read[:same], tokens[start : start + same]):
+            same = int((read[:same] != tokens[start : start + same]).argmax())
+        reach = min(reach, backend.n_ctx // 2)
+        if not same or n - start - same > reach or n - start >= backend.n_ctx:
+            start = self._starts[sequence] = 0 if n <= reach else n - reach
+            same = 0
+        if same < held:
+            backend.truncate(sequence, same)
+        read[same : n - start] = tokens[start + same : n]
+        return start + same
 
     def _step(self, sequence: int, token: int) -> NDArray[np.float32]:
         """Reads one token more: float32 (n_vocab,)."""

@@ -192,6 +192,7 @@ class Odds:
         self._memory = memory
         self.values = np.array(prior, np.float64)
         self.mean = 0.6  # of all classes together, as often as they come
+        self._met = [1.0] * len(prior)  # how often the first guess of a step was of each class, of late
 
     def __getitem__(self, kind: int) -> float:
         return self._right[kind] / self._tried[kind]
@@ -202,6 +203,21 @@ class Odds:
         self._tried[kind] = self._memory * self._tried[kind] + 1
         self.values[kind] = self[kind]
         self.mean += 0.02 * (right - self.mean)
+
+    def meet(self, kind: int) -> None:
+        """Counts the first guess of a step, whether it is checked or not."""
+        self._met = [self._memory * met for met in self._met]
+        self._met[kind] += 1
+
+    def typical(self, n: int) -> list[float]:
+        """How likely n first guesses are right that are as usual: some sure, some not."""
+        found, total, kind, below = list[float](), sum(self._met), 0, self._met[0]
+        for i in range(n):
+            while below < (i + 0.5) / n * total:
+                kind += 1
+                below += self._met[kind]
+            found.append(self[kind])
+        return found
 
 
 class Source:

@@ -310,6 +310,8 @@ class Speculator:
             self.draft_cost.learn(len(shares), perf_counter() - began)
         kinds = request.now.kinds
         kinds += [bisect_right(SURE, share) for share in shares]
+        if kinds:
+            odds.meet(kinds[0])
         count, _ = self._best_length([odds[kind] for kind in kinds], rows, pace)
         if count or not stakes.ease:
             count = min(count + stakes.further, len(kinds))
@@ -354,6 +356,8 @@ class Speculator:
             if not chosen:
                 break  # the usual way says what is wrong
             kinds = [bisect_right(SURE, share) for share in shares[:checked].tolist()]
+            if len(shares):
+                self.draft_odds[request.sampled].meet(bisect_right(SURE, shares[0]))
             request.walked.append(
                 Walked(Guesses("draft", kinds, guessing), checked, len(chosen) - 1, guessing + checking)
             )

@@ -13,24 +13,20 @@ import numba
 
 from edgert.backends.cpu.guessing import PLACE
 from edgert.backends.cpu.isa import Isa
-from edgert.backends.cpu.kernels.logits import double_bits
-from edgert.backends.cpu.kernels.sample import chooser
+from edgert.backends.cpu.kernels.taking import taker
 from edgert.backends.cpu.kernels.walk import ENDED, GENERATION, N_NEXT, NEXT, ticks
 from edgert.backends.cpu.sampling import PLACE as SAMPLING
-from edgert.backends.cpu.simd import double_at, int32_at, put_u32, put_word, word
+from edgert.backends.cpu.simd import double_at, int32_at, put_word, word
 from edgert.backends.cpu.step import N_NARROW, N_TOKENS, N_WANTED, N_WANTED_TILED, N_WIDE
 
 
 def build(isa: Isa) -> Callable[[int, int, int], None]:
     """The kernel; one thread does all."""
-    choose, now = chooser(isa, "guess"), ticks(isa)
-    CHAIN, TEAM, COUNT, STEPS, MOST = (PLACE[x] for x in ("chain", "team", "count", "steps", "most"))
-    LIKELY, FLOORS, P_MIN, N_SURE, SURE = (PLACE[x] for x in ("likely", "floors", "p_min", "n_sure", "sure"))
-    ODDS, SHARES, N_ENDS, ENDS = (PLACE[x] for x in ("odds", "shares", "n_ends", "ends"))
+    (odds_of, take), now = taker(isa, "guess"), ticks(isa)
+    CHAIN, TEAM, COUNT, SHARES = (PLACE[x] for x in ("chain", "team", "count", "shares"))
     TOKENS, POSITIONS, HEADER, N_HEADER = (PLACE[x] for x in ("tokens", "positions", "header", "n_header"))
     WANTED, ONE, POSITION = (PLACE[x] for x in ("wanted", "one", "position"))
-    IDS, SHARE, HISTORY, N_HISTORY = (SAMPLING[x] for x in ("ids", "share", "history", "n_history"))
-    LOGITS, N_ROWS = SAMPLING["logits"], SAMPLING["n_rows"]
+    HISTORY, N_HISTORY, LOGITS, N_ROWS = (SAMPLING[x] for x in ("history", "n_history", "logits", "n_rows"))
     TAPES, EXTRA, UNKNOWN, CHECKED = (PLACE[x] for x in ("tapes", "extra", "unknown", "checked"))
     FURTHER, EASE, TURNED = PLACE["further"], PLACE["ease"], PLACE["turned"]
     TARGET_CHAIN, TARGET_LOGITS, SEQUENCE = PLACE["target_chain"], PLACE["target_logits"], PLACE["sequence"]
@@ -41,14 +37,6 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
     def helper(function: Callable[..., Any]) -> Any:
         function.__qualname__ = f"{isa.name}.{function.__qualname__}"  # a symbol of its own
         return numba.njit(error_model="numpy", forceinline=True)(function)
-
-    @helper
-    def odds_of(a, share):
-        """How often guesses of such a probability are right."""
-        kind = 0
-        while kind < word(a, N_SURE) and share >= double_at(word(a, SURE), kind):
-            kind += 1
-        return double_at(word(a, ODDS), kind)
 
     @helper
     def best_length(a, count):
@@ -90,35 +78,18 @@ def build(isa: Isa) -> Callable[[int, int, int], None]:
     def guess(thread, n_threads, a):
         if thread != 0:
             return
-        chain = word(a, CHAIN)
-        place = choose(chain)
-        put_word(a + 8 * STEPS, word(a, STEPS) + 1)
-        share = double_at(chain, SHARE)
-        going_on = place >= 0 and share >= double_at(a, P_MIN)
-        if going_on:
-            token = word(word(chain, IDS), place) if word(chain, IDS) else place
-            count, n_history = word(a, COUNT), word(chain, N_HISTORY)
-            put_u32(word(chain, HISTORY) + 4 * n_history, token)
-            put_word(chain + 8 * N_HISTORY, n_history + 1)
-            put_word(word(a, SHARES) + 8 * count, double_bits(share))
-            likely = double_at(a, LIKELY) * odds_of(a, share)
-            put_word(a + 8 * LIKELY, double_bits(likely))
-            count += 1
-            put_word(a + 8 * COUNT, count)
-            going_on = count < word(a, MOST) and likely >= double_at(word(a, FLOORS), count) * double_at(a, EASE)
-            for i in range(word(a, N_ENDS)):
-                going_on = going_on and token != word(word(a, ENDS), i)
-            if going_on:
-                position = word(a, POSITION) + 1
-                put_word(a + 8 * POSITION, position)
-                put_word(word(a, TOKENS), token)
-                put_word(word(a, POSITIONS), position)
-                put_word(word(a, WANTED), 0)
-                for i in range(word(a, N_HEADER)):
-                    put_word(word(a, HEADER) + 8 * i, word(word(a, ONE), i))
+        token = take(a)
+        if token >= 0:
+            position = word(a, POSITION) + 1
+            put_word(a + 8 * POSITION, position)
+            put_word(word(a, TOKENS), token)
+            put_word(word(a, POSITIONS), position)
+            put_word(word(a, WANTED), 0)
+            for i in range(word(a, N_HEADER)):
+                put_word(word(a, HEADER) + 8 * i, word(word(a, ONE), i))
         team, tapes = word(a, TEAM), word(a, TAPES)
         put_word(team + 8 * ENDED, 0)  # as in the round before
-        if not going_on:
+        if token < 0:
             put_word(team + 8 * NEXT, 0)
             put_word(team + 8 * N_NEXT, 0)
             if tapes:
