@@ -172,7 +172,7 @@ def _first_that_loads(
             trials.append(Trial(one.backend, obstacle=str(other)))
             continue
         return _judged(backend, [*trials, Trial(one.backend, backend.verdict.device)])
-    raise type(error)("; ".join([str(error), *(str(trial) for trial in trials[1:])]))
+    raise type(error)("; ".join(text.rstrip(".") for text in (str(error), *map(str, trials[1:]))) + ".")
 
 
 class _Trials:

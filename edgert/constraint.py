@@ -138,6 +138,8 @@ def schema_text(field: str, schema: object, *, trusted: bool = False) -> str:
         return json.dumps({name: item for name, item in value.items() if trusted or name != "x-guidance"})
     except RecursionError:
         raise RequestError(field, "is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise RequestError(field, f"is no JSON: {error}") from None
     except (ValueError, TypeError):
         raise RequestError.wrong(field, "a JSON schema, which is an object", schema) from None
 

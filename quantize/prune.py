@@ -128,7 +128,7 @@ def _steps(architecture: Architecture, n_layers: int) -> tuple[int, list[tuple[i
     units = units_of(architecture.layers)
     period = len(units[0])
     if not 1 <= n_layers < architecture.n_layer:
-        raise RequestError("layers", f"is {n_layers}, and must be from 1 to {architecture.n_layer - 1}")
+        raise RequestError.wrong("layers", f"from 1 to {architecture.n_layer - 1}", n_layers)
     if n_layers % period or n_layers // period >= len(units):
         room = period * (len(units) - 1)
         allowed = f"a multiple of {period}, {room} at most" if room else "0: there is only one such series"

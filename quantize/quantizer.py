@@ -93,9 +93,9 @@ def quantize(
         ("calibration_tokens", calibration_tokens, 1), ("seed", seed, 0), ("n_threads", n_threads or 0, 0),
     ):  # fmt: skip
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise RequestError(field, f"is {value!r}, and must be a whole number, {least} at least")
+            raise RequestError.wrong(field, f"an integer, {least} at least", value)
     if gptq not in ("auto", "on", "off"):
-        raise RequestError("gptq", f"is {gptq!r}, and must be auto, on or off")
+        raise RequestError.wrong("gptq", "auto, on or off", gptq)
     names = DEFAULT if calibration is None else _names(calibration)
     settings = Settings(
         budget=Budget.of(budget),

@@ -31,10 +31,10 @@ def n_bytes(text: str | int, field: str = "size") -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if not match or match[2].lower() not in UNITS:
-        raise RequestError(field, f"is {text!r}, and must be a size such as 95MB, 1.5GiB or 2000000")
+        raise RequestError.wrong(field, "a size such as 95MB, 1.5GiB or 2000000", text)
     value = float(match[1]) * UNITS[match[2].lower()]
     if not 1 <= value < 2**63:
-        raise RequestError(field, f"is {text!r}, and must be at least one byte and less than 2**63")
+        raise RequestError.wrong(field, "at least one byte and less than 2**63", text)
     return int(value)
 
 
@@ -58,7 +58,7 @@ class Budget:
             return cls(bpw=DEFAULT_BPW)
         if isinstance(value, int | float) and not isinstance(value, bool):
             if not (math.isfinite(value) and 1 <= value <= 32):
-                raise RequestError("bpw", f"is {value}, and must be from 1 to 32 bits per weight")
+                raise RequestError.wrong("bpw", "from 1 to 32 bits per weight", value)
             return cls(bpw=float(value))
         if isinstance(value, str) and re.match(r"\s*-?\d", value):
             return cls(size=n_bytes(value))
@@ -76,7 +76,7 @@ class Budget:
         """One of llama.cpp's mixes, or one type for all. Raises: RequestError."""
         found = ALIASES.get(str(name).upper(), str(name).upper())
         if found not in MIXES:
-            raise RequestError("type", f"is {name!r}, and must be one of {', '.join(MIXES)}")
+            raise RequestError.wrong("type", f"one of {', '.join(MIXES)}", name)
         return cls(mix=found)
 
 

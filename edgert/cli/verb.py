@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from typing import Any
 
@@ -59,6 +60,11 @@ def unknown(name: str, known: list[str]) -> click.UsageError:
     return click.UsageError(f"No such command {name!r}; {advice}")
 
 
+# What click says of a value that is no number.
+_NO_NUMBER = re.compile(r" is not a valid (integer|float)(?: range)?\.$")
+_NUMBERS = {"integer": "an integer", "float": "a number"}
+
+
 class Verb(click.Command):
     """The command of a verb."""
 
@@ -68,6 +74,11 @@ class Verb(click.Command):
         typed = [word.partition("=")[0] for word in args]
         try:
             rest = super().parse_args(ctx, args)
+        except click.BadParameter as error:
+            if found := _NO_NUMBER.search(error.message):
+                said = f"{error.message[: found.start()]} is not {_NUMBERS[found[1]]}."
+                raise click.BadParameter(said, error.ctx, error.param, error.param_hint) from error
+            raise
         except click.NoSuchOption as error:
             if advice := self._advice(error.option_name):
                 raise click.UsageError(f"No such option {error.option_name!r}; {advice}", ctx) from error
@@ -92,7 +103,8 @@ class Verb(click.Command):
         """What stands on the command line, or in the environment, for an argument; "" where nothing does."""
         for parameter in self.params:
             name = parameter.name or ""
-            if field not in (name, NAMES.get(name)) or field == "model":  # which is no value, but what it leads to
+            named = field in (name, NAMES.get(name)) or f"--{field.replace('_', '-')}" in parameter.opts
+            if not named or field == "model":  # which is no value, but what it leads to
                 continue
             source = ctx.get_parameter_source(name)
             if source == ParameterSource.COMMANDLINE:

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from gguf import GGMLQuantizationType as Type
 from llama_oracle import llama_cpp_logits
 
+from edgert import cli
 from edgert.cli.verbs.prune import command
 from edgert.errors import RequestError
 from edgert.quantize.engine import open_engine
@@ -107,6 +108,11 @@ def test_numbers_of_layers_that_cannot_go_are_refused(source: Path, tmp_path: Pa
     with pytest.raises(RequestError, match="from 1 to 4"):
         prune(source, tmp_path / "out.gguf", n)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_was_written_is_named(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.call(["prune", str(source), "-o", str(tmp_path / "out.gguf"), "--layers", "9"]) == 2
+    assert capsys.readouterr().err.endswith("Error: --layers must be from 1 to 4, not 9.\n")
 
 
 def test_the_source_is_never_replaced(source: Path):
