@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from edgert import ending
 from edgert.devices import probe
 from edgert.devices.notes import Notes
 from edgert.errors import BackendUnavailableError
@@ -35,6 +36,7 @@ def noted(backend: str, choice: str, *, once: bool = False) -> Iterator[None]:
         raise BackendUnavailableError(FATAL)
     notes.put(key, os.getpid())
     try:
-        yield
+        with ending.current().calls(lambda: notes.put(key, None)):  # whose process may end before a library returns
+            yield
     finally:
         notes.put(key, None)

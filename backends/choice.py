@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgert import backends
+from edgert import backends, ending
 from edgert.backends import attempts
 from edgert.backends.base import Backend, Batch, Trial
 from edgert.devices import accelerators
@@ -430,6 +430,7 @@ def _read(backend: Backend, tokens: list[int]) -> NDArray[np.float32]:
     """Reads a text into sequence 0: the logits after it."""
     row = np.empty(0, np.float32)
     for start in range(0, len(tokens), backend.n_batch):
+        ending.check()
         row = backend.forward(Batch.of(tokens[start : start + backend.n_batch], start))[0]
     return row
 

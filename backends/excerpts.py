@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from edgert import backends
+from edgert import backends, ending
 from edgert.backends import choice
 from edgert.backends.base import Backend
 from edgert.backends.clock import Clock
@@ -275,6 +275,7 @@ def _scaled(curve: Sequence[float], few: int, n: float, besides: float) -> Curve
 
 
 if __name__ == "__main__":
+    ending.with_parent()
     try:
         for known in _measured(*json.loads(sys.argv[1])):
             print(json.dumps(asdict(known)), flush=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgert import backends
+from edgert import backends, ending
 from edgert.backends import choice, specimen
 from edgert.backends.base import Backend, Batch
 from edgert.errors import EdgertError
@@ -95,4 +95,5 @@ def _against_cpu(backend: Backend, folder: Path) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
+    ending.with_parent()
     print(json.dumps(asdict(_test(sys.argv[1], Path(sys.argv[2])))))

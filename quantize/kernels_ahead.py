@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
+from edgert.ending import with_parent
+
 WAYS = ("plain", "search", "feedback")  # of rounding: by values alone, by importance, with error feedback
 LONG = ("Q5_K", "Q4_K", "Q6_K")  # what takes longest goes first, so that all children end at about the same time
 
@@ -115,6 +117,7 @@ def _compile(format_name: str, way: str) -> None:
 
 
 if __name__ == "__main__":
+    with_parent()
     for line in sys.stdin:
         _compile(*line.split())
         print(line, end="", flush=True)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -505,3 +505,22 @@ def test_history_is_kept(tmp_path: Path) -> None:
         screen.expect("you said 'remember me!'")
         screen.expect(HINT)
         screen.leave()
+
+
+def test_ctrl_c_while_kernels_are_compiled(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    path = tiny_model("llama", n_ctx=512, template=template)
+    with Screen(tmp_path, "-m", str(path), program=("-m", "edgert"), EDGERT_CACHE=str(tmp_path / "cache")) as screen:
+        screen.expect("compiling, the first time only")
+        chat = psutil.Process(screen.child.pid)
+        while not (compilers := chat.children()):
+            screen.pump(0.02)
+        screen.type("typed\r" + CTRL_C)
+        screen.wait()
+        assert screen.child.returncode == 130
+        screen.assert_restored()
+        assert "Traceback" not in screen.text
+        assert screen.text.endswith("\n")
+        while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in compilers):
+            screen.pump(0.02)
+        assert {p.suffix for p in (tmp_path / "cache").rglob("*") if p.is_file()} <= {".lock", ".o", ".json"}

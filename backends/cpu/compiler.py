@@ -25,9 +25,11 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from edgert import ending
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.memory import give_back_code
 from edgert.errors import BackendUnavailableError
+from edgert.files import PART
 from edgert.folders import cache_root
 from edgert.quantize.jit.objects import engine, read, write
 
@@ -90,6 +92,7 @@ def _exists(path: Path) -> bool:
         return False
 
 
+LOOK_SECONDS = 0.2  # in which who waits for another process looks whether it shall end
 ROOM = 4_000_000  # bytes; many times what the kernels of a model take
 
 
@@ -160,7 +163,10 @@ def compile_all(names: Sequence[str], isa: Isa, progress: Progress | None = None
         lock.acquire(blocking=False)
     except Timeout:
         progress(0, len(names))
-        lock.acquire()
+        while not lock.is_locked:
+            ending.check()
+            with contextlib.suppress(Timeout):
+                lock.acquire(timeout=LOOK_SECONDS)
     try:
         missing = [name for name in names if read(object_file(name, isa)) is None]
         if missing:
@@ -180,32 +186,43 @@ def _compile(names: Sequence[str], isa: Isa, root: Path, progress: Progress) -> 
     progress(0, len(names))
     if getattr(sys, "frozen", False) or not sys.executable:
         for done, name in enumerate(names, 1):
+            ending.check()
             compile_one(name, isa)
             progress(done, len(names))
         return
+    for part in (root / "kernels" / cache_folder(isa).name).glob("*" + PART):  # of a child that was killed
+        part.unlink(missing_ok=True)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     n_workers = max(1, min(cores, len(names) // 2, 8))
     environment = {**os.environ, "NUMBA_CPU_NAME": isa.cpu, "NUMBA_CPU_FEATURES": isa.features,
                    "EDGERT_ISA": isa.name, "EDGERT_CACHE": str(root)}  # fmt: skip
     done = 0
-    workers = []
-    for index in range(n_workers):
-        command = [sys.executable, "-m", "edgert.backends.cpu.compiler", *names[index::n_workers]]
-        workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                        text=True))  # fmt: skip
-    errors = []
-    try:
-        for worker in workers:
-            assert worker.stdout and worker.stderr
-            for _ in worker.stdout:
-                done += 1
-                progress(min(done, len(names)), len(names))
-            errors.append(worker.stderr.read())
-            worker.wait()
-    except BaseException:
+    workers: list[subprocess.Popen[str]] = []
+
+    def kill() -> None:
         for worker in workers:
             worker.kill()
-        raise
+
+    errors = []
+    with contextlib.ExitStack() as ends, ending.current().calls(kill):
+        try:
+            for index in range(n_workers):
+                command = [sys.executable, "-m", "edgert.backends.cpu.compiler", *names[index::n_workers]]
+                worker = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                          text=True, process_group=ending.OWN_GROUP)  # fmt: skip
+                workers.append(ends.enter_context(worker))
+            for worker in workers:
+                assert worker.stdout and worker.stderr
+                ending.check()
+                for _ in worker.stdout:
+                    done += 1
+                    progress(min(done, len(names)), len(names))
+                errors.append(worker.stderr.read())
+                worker.wait()
+        except BaseException:
+            kill()
+            raise
+        ending.check()  # else they have ended because they were killed
     if any(worker.returncode for worker in workers):
         raise RuntimeError("compiling kernels failed:\n" + "\n".join(errors))
 
@@ -227,6 +244,7 @@ def main(names: Sequence[str]) -> None:
     """What a child process runs: compiles each name and prints it when it is done."""
     from edgert.backends.cpu.isa import select
 
+    ending.with_parent()
     with contextlib.suppress(BrokenPipeError):
         for name in names:
             compile_one(name, select())

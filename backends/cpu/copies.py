@@ -15,7 +15,6 @@ import math
 import os
 import shutil
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -26,11 +25,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgert import ending
 from edgert.backends.cpu import compiler
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.memory import ALIGNMENT
 from edgert.backends.cpu.team import Team
+from edgert.ending import Stop, Stopped
 from edgert.errors import RequestError
+from edgert.files import PART, whole, write_all
 from edgert.folders import cache_root
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ LIMIT = 64 << 30  # bytes of all copies, where the setting does not say
 RESERVE = 2 << 30  # bytes of the disk that copies leave free
 WORTHWHILE = 512 << 20  # bytes of a file from which on a copy saves 0.2 s, which one begins to notice
 PIECE = 1 << 20  # bytes that have a digest of their own
+LOOK = 64 * PIECE  # bytes read or written between two looks at whether that shall end
 KERNELS = ("digest",)
 _MAGIC = b"edgert packed 1\n"
 _SUFFIX = ".packed"
@@ -181,12 +184,15 @@ def _aligned(n: int) -> int:
 def _digests(data: NDArray[np.uint8], isa: Isa, team: Team | None = None) -> NDArray[np.int64]:
     """The digest of each PIECE of bytes, whose number is a multiple of 64."""
     out = np.empty(-(-len(data) // PIECE), np.int64)
-    arguments = np.array([data.ctypes.data, len(data), PIECE, out.ctypes.data], np.int64)
     address = compiler.addresses(KERNELS, isa)["digest"]
-    if team:
-        team.run(np.array([[address, arguments.ctypes.data, 1]], np.int64))
-    else:
-        compiler.Kernel(address)(0, 1, arguments.ctypes.data)
+    for start in range(0, len(data), LOOK):
+        ending.check()
+        part, digests = data[start : start + LOOK], out[start // PIECE :]
+        arguments = np.array([part.ctypes.data, len(part), PIECE, digests.ctypes.data], np.int64)
+        if team:
+            team.run(np.array([[address, arguments.ctypes.data, 1]], np.int64))
+        else:
+            compiler.Kernel(address)(0, 1, arguments.ctypes.data)
     return out
 
 
@@ -230,13 +236,13 @@ class Keeper:
 
     def __init__(self, key: Key, isa: Isa, made: Sequence[tuple[str, NDArray[np.uint8]]]) -> None:
         self._key, self._isa, self._made = key, isa, made
-        self._stopped = threading.Event()
+        self._stop = Stop()
         self._thread = threading.Thread(target=self._run, name="edgert-packed-copy", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Gives up what is not written, and waits until the thread has ended."""
-        self._stopped.set()
+        self._stop.tell()
         self._thread.join()
 
     def wait(self) -> None:
@@ -249,6 +255,8 @@ class Keeper:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             self._write()
+        except Stopped:
+            pass
         except OSError as error:
             logger.info("No packed copy is kept of %s: %s.", self._key.sources[0][0], error.strerror or error)
         finally:
@@ -265,57 +273,46 @@ class Keeper:
         if not make_room(n_bytes):
             logger.info("No packed copy is kept of %s: %s bytes are too many.", self._key.sources[0][0], n_bytes)
             return
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        try:
-            with os.fdopen(handle, "r+b", buffering=0) as file:
-                n_digests = -(-n_bytes // PIECE)
-                # The header is written last; its digests take at most 21 characters each.
-                start = _aligned(4096 + 22 * n_digests + len(json.dumps([places, self._key.sources])))
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(handle, 0, start + n_bytes)
-                digests: list[int] = []
-                piece = np.zeros(PIECE, np.uint8)
-                filled = 0
-                file.seek(start)
-                for data in self._padded():
-                    taken = 0
-                    while taken < len(data):
-                        if self._stopped.is_set():
-                            return
-                        n = min(PIECE - filled, len(data) - taken)
-                        piece[filled : filled + n] = data[taken : taken + n]
-                        filled, taken = filled + n, taken + n
-                        if filled == PIECE:
-                            digests += _digests(piece, self._isa).tolist()
-                            _write_all(file, piece)
-                            filled = 0
-                if filled:
-                    digests += _digests(piece[:filled], self._isa).tolist()
-                    _write_all(file, piece[:filled])
-                facts = {**asdict(self._key), "n_bytes": n_bytes, "places": places, "digests": digests}
-                text = json.dumps(facts).encode()
-                head = len(_MAGIC) + 8 + 32
-                text += b" " * (start - head - len(text))
-                file.seek(0)
-                digest = hashlib.sha256(text).digest()
-                _write_all(file, np.frombuffer(_MAGIC + len(text).to_bytes(8, "little") + digest + text, np.uint8))
-                os.fsync(handle)
-            os.replace(temporary, path)
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+        with whole(path) as file:
+            n_digests = -(-n_bytes // PIECE)
+            # The header is written last; its digests take at most 21 characters each.
+            start = _aligned(4096 + 22 * n_digests + len(json.dumps([places, self._key.sources])))
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, start + n_bytes)
+            digests: list[int] = []
+            piece = np.zeros(PIECE, np.uint8)
+            filled = 0
+            file.seek(start)
+            for data in self._padded():
+                taken = 0
+                while taken < len(data):
+                    self._stop.check()
+                    n = min(PIECE - filled, len(data) - taken)
+                    piece[filled : filled + n] = data[taken : taken + n]
+                    filled, taken = filled + n, taken + n
+                    if filled == PIECE:
+                        digests += _digests(piece, self._isa).tolist()
+                        write_all(file, piece.data)
+                        filled = 0
+                        if not len(digests) * PIECE % LOOK:
+                            os.fsync(file.fileno())  # of all at the end it would take long, and cannot be stopped
+            if filled:
+                digests += _digests(piece[:filled], self._isa).tolist()
+                write_all(file, piece[:filled].data)
+            facts = {**asdict(self._key), "n_bytes": n_bytes, "places": places, "digests": digests}
+            text = json.dumps(facts).encode()
+            head = len(_MAGIC) + 8 + 32
+            text += b" " * (start - head - len(text))
+            file.seek(0)
+            digest = hashlib.sha256(text).digest()
+            write_all(file, _MAGIC + len(text).to_bytes(8, "little") + digest + text)
+            os.fsync(file.fileno())
 
     def _padded(self) -> Iterable[NDArray[np.uint8]]:
         for _, data in self._made:
             yield data
             if len(data) % 64:
                 yield np.zeros(-len(data) % 64, np.uint8)
-
-
-def _write_all(file: Any, data: NDArray[np.uint8]) -> None:
-    view = data.data
-    while view:
-        view = view[file.write(view) :]
 
 
 def make_room(n_bytes: int) -> bool:
@@ -325,7 +322,7 @@ def make_room(n_bytes: int) -> bool:
         one.remove()
         copies.remove(one)
     with contextlib.suppress(OSError):
-        for part in folder().glob("*.part"):  # of a process that ended while it wrote
+        for part in folder().glob("*" + PART):  # of a process that ended while it wrote
             if part.stat().st_mtime < time.time() - 3600:
                 part.unlink()
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgert import ending
 from edgert.backends.cpu import compiler, copies
 from edgert.backends.cpu.isa import Isa
 from edgert.backends.cpu.layouts import BLOCK, CODEC_OF, CODECS, n_panels
@@ -234,6 +235,7 @@ class Packer:
         tensor: Any = self._file.tensor(part.rows.name)
         if self._all_as:
             for row, n in _pieces(part.rows.count, BUFFER_BYTES, 4 * matrix.n_cols, lanes):
+                ending.check()
                 rows = encode(self._all_as, tensor.rows(start + row, start + row + n))
                 pack_rows(self._team, self._isa, self._all_as.upper(), rows, matrix, part, row)
             return
@@ -250,8 +252,9 @@ class Packer:
         held = self._file.held() if isinstance(self._file, GGUFFile) else contextlib.nullcontext()
         try:
             with held, ThreadPoolExecutor(max(1, others), "edgert-pack") as pool:
-                helped = [pool.submit(self._work, memory) for _ in range(others)]
-                self._work(memory)
+                stop = ending.current()
+                helped = [pool.submit(self._work, memory, stop) for _ in range(others)]
+                self._work(memory, stop)
                 for future in helped:
                     future.result()
         finally:
@@ -259,10 +262,11 @@ class Packer:
         if memory:
             memory.settle()
 
-    def _work(self, memory: FreshMemory | None) -> None:
+    def _work(self, memory: FreshMemory | None, stop: ending.Stop) -> None:
         buffer = np.empty(0, np.uint8)
         try:
             while True:
+                stop.check()
                 try:
                     matrix, part, row, n = self._left.popleft()
                 except IndexError:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from edgert import ending
 from edgert.devices.notes import Notes
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,9 @@ _TRY = """
 import sys
 import numpy as np
 from edgert.backends.base import Batch
+from edgert import ending
 from edgert.backends.llama.backend import LlamaBackend
+ending.with_parent()
 rows = []
 for extra in (False, True):
     backend = LlamaBackend(sys.argv[1], n_ctx=64, n_threads=1, use_extra_bufts=extra, n_gpu_layers=0)
@@ -68,17 +71,34 @@ def _try(model: str) -> bool | None:
     if getattr(sys, "frozen", False):
         return False  # no interpreter to try it in
     try:
-        process = subprocess.run(
-            [sys.executable, "-c", _TRY, model], capture_output=True, text=True, timeout=TIMEOUT, check=False
-        )
+        status, said = _ran([sys.executable, "-c", _TRY, model])
     except (OSError, subprocess.TimeoutExpired) as error:
         log.warning("The AMX kernels of llama.cpp could not be tried (%s): they stay unused.", error)
         return False
-    words = process.stdout.split()
-    fine = process.returncode == 0 and len(words) == 2 and float(words[1]) > 0.9
+    words = said.split()
+    fine = status == 0 and len(words) == 2 and float(words[1]) > 0.9
     if not fine:
-        log.info("AMX kernels of llama.cpp: status %s, %s", process.returncode, process.stdout.strip())
+        log.info("AMX kernels of llama.cpp: status %s, %s", status, said.strip())
     return None if fine and words[0] == "unused" else fine
+
+
+def _ran(command: list[str]) -> tuple[int, str]:
+    """The status of a process and what it said. Raises: OSError, subprocess.TimeoutExpired, Stopped."""
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        process_group=ending.OWN_GROUP,
+    ) as process:
+        try:
+            with ending.current().calls(process.kill):
+                said, _ = process.communicate(timeout=TIMEOUT)
+        except BaseException:
+            process.kill()
+            raise
+    ending.check()
+    return process.returncode, said
 
 
 class _SignalStack(ctypes.Structure):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgert import ending
 from edgert.backends.llama import amx, devices
 from edgert.backends.llama.library import library, system_info
 from edgert.devices import probe
@@ -139,7 +140,10 @@ def amx_known_to_fail() -> bool:
 
 
 def load_model(path: str, use_extra_bufts: bool | None, offload: Offload) -> Any:
-    """llama.cpp's handle of the model, null when it cannot; AMX kernels that fail are kept from being chosen."""
+    """llama.cpp's handle of the model, null when it cannot; AMX kernels that fail are kept from being chosen.
+
+    Raises: Stopped, or KeyboardInterrupt, between two tensors.
+    """
     global _amx
     llama = library()
     params = llama.llama_model_default_params()
@@ -155,8 +159,23 @@ def load_model(path: str, use_extra_bufts: bool | None, offload: Offload) -> Any
     if 0 < offload.n_layers < offload.total and Path(path).stat().st_size < probe.probe().memory_available / 2:
         os.environ.setdefault(REGISTER, "1")  # prompts send the CPU's layers there: from pinned memory that is faster
 
+    stop = ending.current()
+    ended: list[BaseException] = []
+
+    def go_on(share: float, data: Any) -> bool:
+        try:
+            stop.check()
+        except BaseException as error:  # Ctrl+C as well, which Python sees to in here
+            ended.append(error)
+        return not ended
+
+    params.progress_callback = type(params.progress_callback)(go_on)
+
     def load() -> Any:
-        return llama.llama_model_load_from_file(path.encode(), params)
+        model = llama.llama_model_load_from_file(path.encode(), params)
+        if ended and not model:
+            raise ended[0]
+        return model
 
     if use_extra_bufts is not None:
         return load()

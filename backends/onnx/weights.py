@@ -10,6 +10,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgert import ending
 from edgert.backends.onnx.packing import PACKINGS
 from edgert.quantize.architecture import Architecture
 from edgert.quantize.formats import check_finite
@@ -215,6 +216,7 @@ def write(folder: Path, file: GGUFFile, a: Architecture) -> None:
                 biases = [values(f"{prefix}attn_{part}.bias") for part in "qkv"]
                 writer.add(f"{prefix}qkv.bias", np.concatenate(biases))
             for group in GROUPS:
+                ending.check()
                 tensors = [file.tensor(name) for name in members(a, prefix + group)]
                 writer.add_group(prefix + group, [(tensor, heads_of(tensor.name)) for tensor in tensors])
         writer.add("output_norm.weight", values("output_norm.weight"))

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from edgert import ending
 from edgert.benchmark.runner import Runner, Test
 from edgert.errors import BackendUnavailableError, EdgertError
 
@@ -132,6 +133,7 @@ class EngineProcess:
 
 def serve() -> None:
     """Runs what an EngineProcess asks for over standard input and output, until the input ends."""
+    ending.with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints must not come between the answers
 

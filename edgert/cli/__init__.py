@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from edgert.ending import leave
 from edgert.errors import EdgertError
 
 VERBS = {
@@ -163,4 +164,4 @@ def main() -> None:
             # A console or a pipe of another encoding must not end an answer; without a locale it takes UTF-8.
             ascii = codecs.lookup(stream.encoding).name == "ascii"
             stream.reconfigure(encoding="utf-8" if ascii else None, errors="replace")
-    sys.exit(call())
+    leave(call())

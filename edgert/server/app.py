@@ -20,9 +20,12 @@ from edgert.server.errors import ApiError
 from edgert.server.guard import Guard
 from edgert.server.service import Service, of
 from edgert.server.sse import ClientLeft
+from edgert.server.threads import Threads
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 SWEEP_SECONDS = 1.0
+
+_THREADS = Threads()
 
 
 class Endpoint:
@@ -97,7 +100,7 @@ async def health(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """GET /metrics."""
-    text = await asyncio.to_thread(of(request).metrics.text)  # which may ask a driver
+    text = await _THREADS.run(of(request).metrics.text)  # which may ask a driver
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -62,6 +62,13 @@ class BusyError(ApiError):
         )
 
 
+class EndsError(BusyError):
+    """There is no time for the request any more; another server that it was sent to would not be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__("The server is shutting down: try again later.", retry_after=5)
+
+
 def of(error: BaseException, prompt: str = "messages") -> ApiError:
     """The answer that an error becomes; what is nobody's fault outside says no more than its kind.
 

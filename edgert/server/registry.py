@@ -9,15 +9,18 @@ import logging
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from edgert.ending import Stop
 from edgert.errors import DoesNotFitError, EdgertError, RequestError
-from edgert.server.errors import ApiError
+from edgert.server.errors import ApiError, EndsError
 from edgert.server.room import Line
+from edgert.server.threads import Threads
 
 if TYPE_CHECKING:
     from edgert.model import Model
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOREVER = float("inf")
+LAST_SECONDS = 1.0  # in which loads that were told to end, and models that are closed, come to their end
 SELF_CHECK = "The quick brown fox jumps over the lazy dog."
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -104,6 +108,10 @@ class Registry:
         self._line = Line(patience)
         self._closing: set[asyncio.Task[None]] = set()
         self._freed = False  # memory of a model, since the last sweep
+        self._threads = Threads()
+        self._stop = Stop()  # of all loads
+        self._ending = False
+        self._waiting: set[asyncio.Task[Any]] = set()  # for a model, and told when the server ends
 
     @property
     def default(self) -> Place:
@@ -132,17 +140,19 @@ class Registry:
 
         keep_alive:  how long after it, as `duration` takes it; None: as the model's spec says
 
-        Raises: ApiError 404; BusyError when no other makes room for it in time; EdgertError when it cannot be loaded.
+        Raises: ApiError 404; BusyError when no other makes room for it in time, or the server ends; EdgertError when
+        it cannot be loaded.
         """
         place = self.find(name)
         seconds = place.spec.keep_alive if keep_alive is None else duration(keep_alive)
-        await self._line.passed(place)
-        place.wanted += 1
-        try:
-            loaded = await self._get(place)
-            loaded.users += 1
-        finally:
-            place.wanted -= 1
+        with self._until_the_end(wait=not self.ready(name)):
+            await self._line.passed(place)
+            place.wanted += 1
+            try:
+                loaded = await self._get(place)
+                loaded.users += 1
+            finally:
+                place.wanted -= 1
         try:
             yield loaded
         finally:
@@ -157,6 +167,32 @@ class Registry:
         place = self.find(name)
         return place.loaded is not None and not self._line.drains(place)
 
+    @contextmanager
+    def _until_the_end(self, wait: bool) -> Iterator[None]:
+        """A block that may have to wait for a model. Raises: EndsError where it waits and the server ends."""
+        if self._ending and wait:
+            raise EndsError()
+        task = asyncio.current_task()
+        assert task
+        self._waiting.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._ending and task not in self._waiting and not task.uncancel():
+                raise EndsError() from None
+            raise
+        finally:
+            self._waiting.discard(task)
+
+    def end(self) -> None:
+        """Ends what loads or waits for a model: who asked for it is told that the server ends, now and from now on."""
+        self._ending = True
+        self._stop.tell()
+        loading = [place.loading for place in self.places.values() if place.loading]
+        told, self._waiting = self._waiting, set()
+        for task in (*told, *loading):
+            task.cancel()
+
     async def _get(self, place: Place) -> Loaded:
         while not place.loaded:
             async with place.lock:
@@ -166,7 +202,7 @@ class Registry:
                     await self._make_room()
                     self._held += 1
                     place.loading = asyncio.ensure_future(self._load_into(place))
-                    place.loading.add_done_callback(asyncio.Task.exception)  # whoever waits for it is told
+                    place.loading.add_done_callback(_seen)  # whoever waits for it is told
                 await asyncio.shield(place.loading)
         return place.loaded
 
@@ -177,7 +213,7 @@ class Registry:
             place.state, place.last_use = "loaded", time.monotonic()
         except BaseException as error:
             self._held -= 1
-            place.state, place.error = "failed", str(error)
+            place.state, place.error = "unloaded" if self._ending else "failed", str(error)
             raise
         finally:
             place.loading = None
@@ -187,7 +223,7 @@ class Registry:
         """The model, after others have been put away as far as it does not fit beside them."""
         while True:
             try:
-                return await asyncio.to_thread(self._load, source, **place.spec.options)
+                return await self._load_from(place, source)
             except DoesNotFitError as error:
                 failure = error
             except RequestError as error:  # no request's fault
@@ -199,6 +235,10 @@ class Registry:
                 return await self._evict()
 
             await self._line.turn(attempt, self._busy)
+
+    async def _load_from(self, place: Place, source: str | Path) -> Model:
+        load = partial(self._stop.over, self._load, source, **place.spec.options)
+        return await self._threads.run(load, unwanted=lambda model: model.close())
 
     async def _make_room(self) -> None:
         """Waits until one more model may be in memory. Raises: BusyError."""
@@ -248,7 +288,7 @@ class Registry:
 
     async def _close(self, loaded: Loaded) -> None:
         try:
-            await asyncio.to_thread(loaded.model.close)
+            await self._threads.run(loaded.model.close)
         finally:
             self._held -= 1
             self._freed = True
@@ -270,19 +310,24 @@ class Registry:
 
         Requests that run end on the old one, beside which the new one is in memory until then.
 
-        Raises: EdgertError when the new one fails: the old one stays; BusyError when no other makes room for the first.
+        Raises: EdgertError when the new one fails: the old one stays; BusyError when no other makes room for the first,
+        or the server ends.
         """
         place = self.find(name)
-        async with place.lock:
-            if place.loading:  # for somebody who has left, else the lock would be his
-                await asyncio.wait({place.loading})
-            new = await self._checked(place, source or place.spec.source)
-            old, place.loaded = place.loaded, Loaded(new, source or place.spec.source)
-            place.state, place.error, place.last_use = "loaded", "", time.monotonic()
-            logger.info("%s now comes from %s", place.spec.name, Path(place.loaded.source).name)
-            if old:
-                old.retired = True
-                self._put_away(place, old)
+        with self._until_the_end(wait=True):
+            async with place.lock:
+                if place.loading:  # for somebody who has left, else the lock would be his
+                    await asyncio.wait({place.loading})
+                await self._exchange(place, source or place.spec.source)
+
+    async def _exchange(self, place: Place, source: str | Path) -> None:
+        new = await self._checked(place, source)
+        old, place.loaded = place.loaded, Loaded(new, source)
+        place.state, place.error, place.last_use = "loaded", "", time.monotonic()
+        logger.info("%s now comes from %s", place.spec.name, Path(source).name)
+        if old:
+            old.retired = True
+            self._put_away(place, old)
 
     async def _checked(self, place: Place, source: str | Path) -> Model:
         """Another model for a place, held and found sound. Raises: as `swap`."""
@@ -291,13 +336,15 @@ class Registry:
         self._held += 1
         try:
             if place.loaded:
-                new = await asyncio.to_thread(self._load, source, **place.spec.options)
+                new = await self._load_from(place, source)
             else:
                 new = await self._open(place, source)
             try:
-                await asyncio.to_thread(self_check, new)
+                await self._threads.run(partial(self_check, new))
             except BaseException:
-                await asyncio.to_thread(new.close)
+                closing = asyncio.ensure_future(self._threads.run(new.close))
+                if not self._ending:
+                    await closing
                 raise
             return new
         except BaseException:
@@ -306,16 +353,22 @@ class Registry:
             raise
 
     async def close(self) -> None:
-        """Closes all models; requests that still run end with an error."""
+        """Closes all models; requests that still run end with an error.
+
+        What has not ended after LAST_SECONDS is left to the end of the process.
+        """
+        self.end()
         for place in self.places.values():
-            if place.loading:
-                with suppress(Exception):
-                    await place.loading
             if place.loaded:
-                await self._close(self._take(place))
-        for task in list(self._closing):
-            with suppress(Exception):
-                await task
+                self._in_background(self._close(self._take(place)))
+        await asyncio.sleep(0)  # in which those threads begin
+        await self._threads.settle(LAST_SECONDS)
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    """Takes note of how a task has ended, which asyncio would else complain of."""
+    if not task.cancelled():
+        task.exception()
 
 
 def give_back() -> None:

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -102,15 +102,25 @@ def service_of(
 
 
 class _Server(uvicorn.Server):
-    """Tells those whose answers are in work when it goes down, some time before it would cut them off."""
+    """Tells those who wait for a model when it goes down, and those whose answers are in work some time before it would
+    cut them off."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:  # the second time nothing is waited for
+            self.force_exit = True
+        else:
+            super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.registry.end()
         asyncio.get_running_loop().call_later(GRACE_SECONDS, self._service.farewell)
         await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()  # which uvicorn leaves out, and models are closed in
 
 
 class Runner:
@@ -152,15 +162,14 @@ class Runner:
             self._ready(self.url)
             loading = asyncio.ensure_future(_load_first(self._service))
             await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
-            failed = loading.done() and loading.exception() is not None
+            failed = loading.done() and loading.exception() is not None and not self._server.should_exit
             if failed:
                 self.stop()
             await serving
             if failed:
                 loading.result()
-            loading.cancel()
-            with suppress(asyncio.CancelledError):
-                await loading
+            self._service.registry.end()  # as the server has done, if it came so far
+            await asyncio.wait({loading})
 
 
 async def _load_first(service: Service) -> None:

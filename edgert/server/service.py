@@ -15,7 +15,7 @@ from starlette.requests import Request
 from edgert.server.admission import Admission
 from edgert.server.body import T, parse, read
 from edgert.server.choice import Choice
-from edgert.server.errors import BusyError
+from edgert.server.errors import EndsError
 from edgert.server.metrics import Metrics
 from edgert.server.results import Results
 from edgert.server.sse import until_left
@@ -70,7 +70,7 @@ class Service:
     def farewell(self) -> None:
         """Ends all answers in work with an error that says why."""
         for answers in list(self.answers):
-            answers.end(BusyError("The server is shutting down: try again later.", retry_after=5))
+            answers.end(EndsError())
 
     async def body(self, request: Request, kind: type[T]) -> T:
         """The request's body. Raises: ApiError 400 that names the field, or 413."""

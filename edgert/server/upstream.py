@@ -14,7 +14,7 @@ import msgspec
 from starlette.responses import Response
 
 from edgert.errors import ContextFullError, DoesNotFitError, EdgertError, QueueFullError, QueueTimeoutError
-from edgert.server.errors import ApiError, BusyError
+from edgert.server.errors import ApiError, BusyError, EndsError
 from edgert.server.exchange import FAILURES, Exchange, events
 from edgert.server.sse import EventStream, until_left
 
@@ -61,7 +61,7 @@ class Upstream:
         """Whether an error is one that a larger or idler server may not have."""
         too_long = isinstance(error, ApiError) and error.code == "context_length_exceeded"
         kinds = (BusyError, ContextFullError, DoesNotFitError, QueueFullError, QueueTimeoutError)
-        return too_long or isinstance(error, kinds)
+        return (too_long or isinstance(error, kinds)) and not isinstance(error, EndsError)
 
     async def forward(self, path: str, body: bytes, why: BaseException, receive: Receive) -> ASGIApp:
         """Its answer to a request, marked as such; `why` is what happened here.

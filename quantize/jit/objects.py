@@ -11,8 +11,6 @@ import ctypes
 import functools
 import hashlib
 import importlib
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgert.files import whole, write_all
 from edgert.quantize.jit import cache_folder, sources, stamp
 
 Function = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
@@ -64,10 +63,8 @@ def write(path: Path, symbol: str, code: bytes) -> None:
     """Keeps a kernel: SHA-256 of what follows, its symbol, a zero byte, its object code. Raises: OSError."""
     content = symbol.encode() + b"\0" + code
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as out:
-        out.write(hashlib.sha256(content).hexdigest().encode() + b" " + content)
-    os.replace(temporary, path)
+    with whole(path) as out:
+        write_all(out, hashlib.sha256(content).hexdigest().encode() + b" " + content)
 
 
 # What Numba's wrappers name for the case that a kernel raises or allocates. None does.

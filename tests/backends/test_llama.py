@@ -6,6 +6,7 @@ import importlib
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from edgert.backends.llama import library as module
 from edgert.backends.llama.backend import LlamaBackend
 from edgert.backends.llama.offload import Offload
 from edgert.backends.llama.padding import Padding
+from edgert.ending import Stop, Stopped
 from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, ModelFileError, RequestError
 from edgert.quantize.gguf_file import GGUFFile
 
@@ -458,3 +460,30 @@ def test_only_a_whole_model_on_cuda_keeps_graphs(make: Callable[..., LlamaBacken
     assert backend._padding is None and backend.settled and backend.settling == 1
     for layers, device, kept in ((5, "CUDA0 (a GPU)", True), (4, "CUDA0 (a GPU)", False), (5, "Vulkan0", False)):
         assert backend._keeps_graphs(Offload(layers, 5, device)) == kept
+
+
+class Pressed(Stop):
+    """As if Ctrl+C came between two tensors."""
+
+    def check(self) -> None:
+        raise KeyboardInterrupt
+
+
+@needs_llama
+@pytest.mark.parametrize("told", [Stop(), Pressed()], ids=["told", "Ctrl+C"])
+def test_a_load_ends_between_two_tensors(make: Callable[..., LlamaBackend], told: Stop) -> None:
+    told.tell()
+    with pytest.raises((Stopped, KeyboardInterrupt)):
+        told.over(make)
+    assert make().n_vocab  # a later one is whole
+
+
+@needs_llama
+def test_a_trial_of_kernels_that_is_told_to_end_finds_nothing() -> None:
+    """What it found would be remembered."""
+    stop = Stop()
+    timer = threading.Timer(0.2, stop.tell)
+    timer.start()
+    with pytest.raises(Stopped):
+        stop.over(amx._ran, [sys.executable, "-c", "import time; time.sleep(1000)"])
+    assert amx._ran([sys.executable, "-c", "print('said')"]) == (0, "said\n")
