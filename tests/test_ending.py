@@ -62,10 +62,12 @@ def test_what_is_told() -> None:
 
 def test_compilers_end_when_they_are_told(cache: Path) -> None:
     stop, told = Stop(), []
+    groups: list[int] = []  # Ctrl+C in a terminal goes to all of this process'
 
     def tell() -> None:
         wait_for(psutil.Process().children)
         told.extend(psutil.Process().children())
+        groups.extend(os.getpgid(child.pid) for child in told if sys.platform != "win32")
         stop.tell()
 
     thread = threading.Thread(target=tell)
@@ -74,6 +76,8 @@ def test_compilers_end_when_they_are_told(cache: Path) -> None:
         stop.over(compiler.compile_all, KERNELS, isa.select("portable"))
     thread.join()
     assert told and all(map(gone, told))
+    assert sys.platform == "win32" or os.getpgrp() not in groups
+    assert len(list(cache.rglob("*.o"))) < len(KERNELS)
     assert kinds(cache) <= {".lock", ".o"}
 
 
@@ -88,7 +92,19 @@ def test_who_waits_for_the_kernels_of_another_program_ends(cache: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM] if sys.platform != "win32" else [])
-def test_compilers_end_with_their_parent(cache: Path, number: signal.Signals) -> None:
+def test_a_child_ends_with_its_parent(number: signal.Signals) -> None:
+    child = "from edgert import ending; ending.with_parent(); print('begun', flush=True); import time; time.sleep(1000)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.readline() == b"begun\n"
+        [one] = psutil.Process(process.pid).children()
+        process.send_signal(number)
+        process.wait(PATIENCE)
+        wait_for(lambda: gone(one))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_compilers_end_with_their_parent(cache: Path) -> None:
     script = (
         "from edgert.backends.cpu import compiler, isa\n"
         f"compiler.compile_all({KERNELS}, isa.select(), lambda *_: print('begun', flush=True))"
@@ -98,7 +114,7 @@ def test_compilers_end_with_their_parent(cache: Path, number: signal.Signals) ->
         assert parent.stdout and parent.stdout.readline()
         wait_for(psutil.Process(parent.pid).children)
         children = psutil.Process(parent.pid).children()
-        parent.send_signal(number)
+        parent.kill()
         parent.wait(PATIENCE)
         wait_for(lambda: all(map(gone, children)))
     assert kinds(cache) <= {".lock", ".o"}
