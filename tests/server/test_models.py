@@ -357,6 +357,7 @@ def test_top_by_its_command() -> None:
     with serving_model(fake_model(hashed, n_ctx=512)) as server:
         for _ in range(3):
             server.events(CHAT, messages=HI, max_tokens=20)
+        wait_for(lambda: not server.service.admission.inside)  # a client has its answer a moment before
         result = CliRunner().invoke(cli.group, ["top", server.url, "--once", "--json"])
         assert result.exit_code == 0, result.output
         table = json.loads(result.output)
