@@ -17,6 +17,7 @@ BODIES: dict[str, tuple[str, type]] = {
     "/v1/chat/completions/input_tokens": ("How long a conversation is in tokens.", requests.ChatRequest),
     "/v1/completions": ("Continues texts.", requests.CompletionRequest),
     "/v1/embeddings": ("Says where texts stand among others.", embeddings.EmbeddingRequest),
+    "/embeddings": ("The same, or the state of each token.", embeddings.EmbeddingRequest),
     "/tokenize": ("The tokens of a text.", texts.TokenizeRequest),
     "/detokenize": ("The text of tokens.", texts.DetokenizeRequest),
     "/apply-template": ("The text that a conversation becomes.", texts.TemplateRequest),
@@ -28,6 +29,9 @@ BODIES: dict[str, tuple[str, type]] = {
 }
 READS = {
     "/v1/models": "The models.",
+    "/v1/models/{name}": "One of them.",
+    "/props": "What the first model is.",
+    "/metrics": "What is counted and measured, for Prometheus.",
     "/health": "Whether the first model is there.",
     "/api/tags": "The models, as Ollama lists them.",
     "/api/ps": "The models in memory, as Ollama lists them.",
@@ -38,6 +42,7 @@ _ERRORS = {
     "401": "The API key is missing or wrong.",
     "403": "The host or origin is not let in.",
     "404": "There is no such model.",
+    "409": "The new file was not taken.",
     "408": "The body did not come.",
     "413": "The body is too large.",
     "429": "The user has too many requests here.",
@@ -65,6 +70,11 @@ def document() -> dict[str, Any]:
         paths[path] = {"post": {"summary": text, "requestBody": body, "responses": answers}}
     for path, text in READS.items():
         paths[path] = {"get": {"summary": text, "responses": answers}}
+    paths["/v1/models/{name}"]["parameters"] = name = [
+        {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    ]
+    reload = {"summary": "Takes the model's file anew, if it passes a self-check.", "responses": answers}
+    paths["/v1/models/{name}/reload"] = {"post": reload, "parameters": name}
     return {
         "openapi": "3.1.0",
         "info": {"title": "edgert", "version": edgert.__version__},

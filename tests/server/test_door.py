@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 
 import openai
 import pytest
-from fake import fake_model, says
+from fake import PATIENCE, backend_of, fake_model, held, says
 from harness import Server, serving_model
 
+from edgert.server.app import routes
 from edgert.server.service import Settings
 
 CHAT = "/v1/chat/completions"
@@ -104,16 +106,35 @@ def test_an_origin_that_was_named() -> None:
         assert server.get("/v1/models", Origin="https://other.example", Authorization="Bearer k")[0] == 403
 
 
-def test_prompts_are_nowhere_else(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    import threading
+STATUS = [
+    *("/metrics", "/health", "/v1/health", "/v1/models", "/models", "/v1/models/fake", "/props", "/openapi.json", "/"),
+    *("/api/tags", "/api/ps", "/api/version"),
+]
 
+
+def test_prompts_are_nowhere_else(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """Every page that tells something is read before, while, and after a model has a secret."""
     caplog.set_level("DEBUG")
     canary = "canary-7b1e"
-    thread = threading.Thread(target=lambda: server.ok(CHAT, messages=[{"role": "user", "content": canary}], n=4))
-    thread.start()
-    seen = [server.raw("GET", path)[2] for path in ("/metrics", "/health", "/v1/models", "/v1/models/fake")]
+    assert set(STATUS) >= {r.path for r in routes() if "GET" in (r.methods or ()) and "{" not in r.path} - {
+        "/favicon.ico"
+    }
+
+    def looked() -> list[bytes]:
+        return [server.raw("GET", path)[2] for path in STATUS] + [
+            server.raw("POST", "/api/show", b'{"name": "fake"}')[2]
+        ]
+
+    with held(backend_of(server.model())) as stopped:
+        body = {"messages": [{"role": "user", "content": canary}], "n": 4, "user": canary}
+        thread = threading.Thread(target=lambda: server.ok(CHAT, **body))
+        thread.start()
+        assert stopped.wait(PATIENCE)
+        seen = looked()
     thread.join()
-    seen += [server.raw("GET", path)[2] for path in ("/metrics", "/v1/models")]
+    seen += looked()
     server.fails(CHAT, messages=[{"role": "user", "content": canary}], temperature=-1)
+    server.fails(CHAT, messages=[{"role": "user", "content": canary * 1000}])
+    server.fails(CHAT, messages=[{"role": canary, "content": canary}], regex="(")
     assert not any(canary.encode() in text for text in seen)
     assert canary not in caplog.text

@@ -76,6 +76,34 @@ def test_an_idle_model_is_put_away(shelf: Shelf) -> None:
         wait_for(lambda: names(server) == ["a"])
 
 
+def test_health_tells_of_a_load_and_of_one_that_failed(shelf: Shelf) -> None:
+    hold, begun = threading.Event(), threading.Event()
+
+    def load(source: Any, **options: Any) -> Any:
+        if shelf.loads:
+            begun.set()
+            hold.wait(PATIENCE)
+        return shelf(source, **options)
+
+    with serving([Spec("a", "a")], load) as server, ThreadPoolExecutor() as pool:
+        text(server, keep_alive=0)
+        wait_for(lambda: not names(server))
+        assert server.get("/health")[0] == 200  # it comes when asked for
+        waiting = pool.submit(server.post, CHAT, {"messages": HI})
+        assert begun.wait(PATIENCE)
+        for path in ("/health", "/v1/health"):
+            status, headers, data = server.raw("GET", path)
+            assert (status, json.loads(data)["error"]["code"]) == (503, "loading")
+            assert int(headers["retry-after"]) >= 1
+        shelf.broken["a"] = ModelFileError("a is damaged.")
+        hold.set()
+        assert waiting.result(PATIENCE)[0] == 500
+        assert server.get("/health")[1]["error"]["code"] == "failed"
+        del shelf.broken["a"]
+        assert text(server) == "I am a"
+        assert server.get("/health")[0] == 200
+
+
 def test_memory_of_models_that_went_is_given_back(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """glibc would keep what a thread had loaded, some tens of megabytes with every exchange."""
     trims: list[list[bool]] = []

@@ -2,9 +2,13 @@
 
     python tests/soak/soak.py MODEL [--minutes 20] [--clients 8] [-t 2]
 
-Clients chat, stream, leave in the middle, ask for forms, tools and embeddings, send nonsense, too long prompts and
-bodies that stop, while the model's file is exchanged now and then. Greedy answers are held against those given alone.
-Prints counts, memory and descriptors as JSON; exit code 1 when something did not hold.
+Clients chat, stream, leave in the middle, come in crowds that find no place, ask for forms, tools and embeddings, send
+nonsense, wrong numbers, grammars that cannot be enforced, foreign hosts, too long prompts and bodies that stop or are
+too large, while the model's file is exchanged now and then, every second time for a broken one, which must be refused.
+Greedy answers are held against those given alone. At the end many leave at once and must have left nothing inside; no
+log and no page may hold a secret.
+Prints what was tried and what did not hold, refusals, memory, descriptors and threads as JSON; exit code 1 when
+something did not hold.
 """
 
 from __future__ import annotations
@@ -14,14 +18,17 @@ import http.client
 import json
 import os
 import random
+import re
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +40,21 @@ FORM = {
     "additionalProperties": False,
 }
 NONSENSE = [b"", b"{", b"\xff\xfe", b'{"messages": 5}', b'{"messages": [], "temperature": NaN}', b"[" * 20_000]
+WRONG: list[dict[str, Any]] = [  # the field that the error must name, and its value
+    {name: value}
+    for name in ("temperature", "top_p", "min_p", "repeat_penalty", "n", "max_tokens", "top_k", "seed")
+    for value in (-7, 10**40, "0.7", True, [1])
+]
+HOSTILE: list[dict[str, Any]] = [
+    {"regex": "(" * 60_000},
+    {"regex": "(?=x)y"},
+    {"grammar": "root ::= nonsense"},
+    {"json_schema": {"not": {}}},
+    {"json_schema": {"type": "string", "pattern": "("}},
+]
+PAGES = ("/metrics", "/health", "/v1/models", "/props", "/api/ps", "/api/tags", "/openapi.json", "/")
+SECRET = re.compile(rb"zq\d+x")
+MOST_BODY = 1_000_000  # bytes that the server takes
 
 
 class Load:
@@ -47,18 +69,27 @@ class Load:
     def __init__(self, port: int) -> None:
         self.port, self.end = port, 0.0
         self.counts: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
         self.faults: list[str] = []
+        self.refused: list[float] = []  # seconds until a refusal for want of a place
         self._alone: dict[str, str] = {}
         self._lock = threading.Lock()
+        self._doing = threading.local()
 
-    def request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        began = time.monotonic()
         try:
-            connection.request(method, path, body)
+            connection.request(method, path, body, headers)
             answer = connection.getresponse()
-            return answer.status, answer.read()
+            data = answer.read()
         finally:
             connection.close()
+        if answer.status in (429, 503):
+            self.refused.append(time.monotonic() - began)
+            if not (answer.getheader("Retry-After") or "").isdigit():
+                self.fault(f"status {answer.status} without Retry-After")
+        return answer.status, data
 
     def post(self, path: str, **body: Any) -> tuple[int, Any]:
         status, data = self.request("POST", path, json.dumps(body).encode())
@@ -70,6 +101,7 @@ class Load:
 
     def fault(self, text: str) -> None:
         with self._lock:
+            self.failed[getattr(self._doing, "kind", "the server")] += 1
             self.faults.append(text[:300])
 
     def learn(self) -> None:
@@ -86,12 +118,14 @@ class Load:
 
     def client(self, number: int) -> None:
         draw = random.Random(number)
-        kinds = [self.greedy] * 5 + [self.leave] * 3 + [self.form, self.tool, self.embed, self.nonsense, self.long]
-        kinds += [self.secret, self.half]
+        kinds = [self.greedy] * 5 + [self.leave] * 3 + [self.stream] * 2 + [self.secret] * 2
+        kinds += [self.form, self.tool, self.embed, self.nonsense, self.wrong, self.hostile]
+        kinds += [self.long, self.large, self.half, self.foreign, self.crowd]
         n = 0
         while n < self.LEAST or time.monotonic() < self.end:
             n += 1
             kind = draw.choice(kinds)
+            self._doing.kind = kind.__name__
             try:
                 kind(draw, number)
                 self.count(kind.__name__)
@@ -116,6 +150,33 @@ class Load:
             if text != self._alone[topic]:
                 self.count("different")
                 self.fault(f"{topic}: {text!r} beside others, {self._alone[topic]!r} alone")
+
+    def crowd(self, draw: random.Random, number: int) -> None:
+        """More at once than there are places: those beyond are told so at once."""
+
+        def one(seed: int) -> None:
+            self._doing.kind = "crowd"
+            self.greedy(random.Random(seed), number)
+
+        with ThreadPoolExecutor(30) as pool:
+            list(pool.map(one, range(30)))
+
+    def stream(self, draw: random.Random, number: int) -> None:
+        """Two answers in pieces: each begins with its role, has one finish reason, and is what it is alone."""
+        topic = draw.choice(TOPICS)
+        body = self.question(topic) | {"stream": True, "n": 2, "stream_options": {"include_usage": True}}
+        status, data = self.request("POST", "/v1/chat/completions", json.dumps(body).encode())
+        if not self.checked(status, data):
+            return
+        events = [part.removeprefix("data: ") for part in data.decode().split("\n\n") if part.startswith("data: ")]
+        last, texts, reasons = events.pop(), ["", ""], [0, 0]
+        choices = [choice for event in events for choice in json.loads(event)["choices"]]
+        for choice in choices:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+            reasons[choice["index"]] += choice["finish_reason"] is not None
+        roles = sum("role" in choice["delta"] for choice in choices)
+        if last != "[DONE]" or reasons != [1, 1] or roles != 2 or texts != [self._alone[topic]] * 2:
+            self.fault(f"stream {topic}: {last} {reasons} {roles} {texts}")
 
     def secret(self, draw: random.Random, number: int) -> None:
         word = f"zq{number}x"
@@ -168,50 +229,128 @@ class Load:
         if status != 400:
             self.fault(f"nonsense: {status} {data[:100]!r}")
 
+    def wrong(self, draw: random.Random, number: int) -> None:
+        field = draw.choice(WRONG)
+        status, answer = self.post("/v1/chat/completions", **self.question("tea") | field)
+        if self.checked(status, answer, (400,)) or (status == 400 and answer["error"]["param"] not in field):
+            self.fault(f"wrong {field}: {status} {answer}")
+
+    def hostile(self, draw: random.Random, number: int) -> None:
+        field = draw.choice(HOSTILE)
+        status, answer = self.post("/v1/chat/completions", **self.question("tea") | field)
+        if self.checked(status, answer, (400,)):
+            self.fault(f"hostile {field}: {answer}")
+
+    def foreign(self, draw: random.Random, number: int) -> None:
+        header = draw.choice([{"Host": "evil.example"}, {"Host": ""}, {"Origin": "https://evil.example"}])
+        status, data = self.request("GET", "/v1/models", **header)
+        if status not in (400, 403):
+            self.fault(f"foreign {header}: {status} {data[:100]!r}")
+
+    def large(self, draw: random.Random, number: int) -> None:
+        status, data = self.request("POST", "/v1/chat/completions", b" " * (MOST_BODY + draw.randrange(1, 100_000)))
+        if status != 413:
+            self.fault(f"large: {status} {data[:100]!r}")
+
     def long(self, draw: random.Random, number: int) -> None:
         status, answer = self.post("/v1/completions", prompt="word " * 40_000, max_tokens=1)
         self.checked(status, answer, (400,))
 
-    def exchange(self, every: float) -> None:
-        """Exchanges the model's file again and again."""
-        n = 0
+    def exchange(self, every: float, path: Path) -> None:
+        """Exchanges the model's file again and again, every second time for one that is cut short."""
+        self._doing.kind = "exchange"
+        whole, n = path.read_bytes(), 0
         while n < self.EXCHANGES or time.monotonic() < self.end - every:
             n += 1
             time.sleep(every)
+            broken = n % 2 == 0
+            new = path.with_suffix(".new")
+            new.write_bytes(whole[: len(whole) // 2] if broken else whole)
+            new.replace(path)
             status, answer = self.post("/v1/models/soak/reload")
-            self.count("exchanged")
-            if status != 200:
+            self.count("exchange refused" if broken else "exchange")
+            if status != (409 if broken else 200):
                 self.fault(f"exchange: {status} {answer}")
+
+    def inside(self) -> float:
+        """Answers that have a place."""
+        _, text = self.request("GET", "/metrics")
+        return next(float(line.split()[-1]) for line in text.decode().splitlines() if line.startswith(INSIDE))
+
+    def leave_at_once(self, clients: int) -> float:
+        """Seconds until nothing is inside any more when all leave, those that wait, are read, and are answered."""
+        self._doing.kind = "leave at once"
+        body = json.dumps(self.question("tea") | {"stream": True, "max_tokens": 1500, "ignore_eos": True}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        connections = [socket.create_connection(("127.0.0.1", self.port), timeout=60) for _ in range(clients)]
+        for connection in connections:
+            connection.sendall(head + body)
+        for _ in range(1000):
+            if self.inside() >= clients:
+                break
+            time.sleep(0.01)
+        else:
+            self.fault("not all of those who asked came inside")
+        for connection in connections:
+            connection.close()
+        began = time.monotonic()
+        while self.inside():
+            if time.monotonic() - began > 10:
+                self.fault(f"left inside: {self.inside()}")
+                break
+            time.sleep(0.01)
+        return time.monotonic() - began
+
+
+INSIDE = "edgert_answers_inside "
 
 
 def held(process: int) -> dict[str, float]:
-    """Memory in MB and open descriptors of a process."""
+    """Memory in MB, open descriptors and threads of a process."""
     pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     descriptors = len(os.listdir(f"/proc/{process}/fd"))
-    return {"memory_mb": pages * os.sysconf("SC_PAGE_SIZE") / 1e6, "descriptors": descriptors}
+    threads = len(os.listdir(f"/proc/{process}/task"))
+    return {"memory_mb": pages * os.sysconf("SC_PAGE_SIZE") / 1e6, "descriptors": descriptors, "threads": threads}
+
+
+def median(looks: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(look[name] for look in looks) for name in looks[0]}
 
 
 def soak(model: str, seconds: float, clients: int = 8, threads: int = 2, exchanges: bool = True) -> dict[str, Any]:
     """Runs a server under load; what was counted, and `faults`, which should be none."""
-    config = Path(tempfile.mkdtemp()) / "edgert-soak.toml"
-    config.write_text(f"[models.soak]\nmodel = {json.dumps(model)}\nctx-size = 2048\nthreads = {threads}\n")
-    command = [sys.executable, "-m", "edgert", "serve", "--config", str(config), "--port", "0"]
-    process = subprocess.Popen([*command, "-np", "4", "--queue", "16"], stderr=subprocess.PIPE, text=True)
-    assert process.stderr
+    folder = Path(tempfile.mkdtemp())
+    path, config = folder / "soak.gguf", folder / "edgert-soak.toml"
+    shutil.copyfile(model, path)
+    config.write_text(f"[models.soak]\nmodel = {json.dumps(str(path))}\nctx-size = 2048\nthreads = {threads}\n")
+    command = [sys.executable, "-m", "edgert", "serve", "--config", str(config), "--port", "0", "--verbose"]
+    command += ["-np", "4", "--queue", "16", "--max-body", str(MOST_BODY)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    stderr = process.stderr
+    assert stderr
+    secrets: list[bytes] = []  # lines of the log that tell what was asked
+
+    def listen() -> None:
+        for line in stderr:
+            if SECRET.search(line):
+                secrets.append(line)
+            if b" 200 " not in line:
+                sys.stderr.buffer.write(line)
+
     try:
-        for line in process.stderr:
-            print(line, end="", file=sys.stderr)
-            if line.startswith("listening on "):
+        for line in stderr:
+            print(line.decode(), end="", file=sys.stderr)
+            if line.startswith(b"listening on "):
                 break
         else:
             raise SystemExit("the server ended at its start")
-        threading.Thread(target=shutil.copyfileobj, args=(process.stderr, sys.stderr), daemon=True).start()
-        load = Load(int(line.rpartition(":")[2]))
+        threading.Thread(target=listen, daemon=True).start()
+        load = Load(int(line.rpartition(b":")[2]))
         load.learn()
         load.end = time.monotonic() + seconds
         workers = [threading.Thread(target=load.client, args=(number,)) for number in range(clients)]
         if exchanges:
-            workers.append(threading.Thread(target=load.exchange, args=(max(5.0, seconds / 8),)))
+            workers.append(threading.Thread(target=load.exchange, args=(max(5.0, seconds / 8), path)))
         for worker in workers:
             worker.start()
         looks = []
@@ -221,26 +360,38 @@ def soak(model: str, seconds: float, clients: int = 8, threads: int = 2, exchang
         for worker in workers:
             worker.join()
         time.sleep(3)  # in which the server gives back what an exchange has freed
-        _, text = load.request("GET", "/metrics")
-        inside = [line for line in text.decode().splitlines() if line.startswith("edgert_answers_inside ")]
-        if inside != ["edgert_answers_inside 0.0"]:
+        if inside := load.inside():
             load.fault(f"left inside: {inside}")
+        freed = load.leave_at_once(12)
+        for page in PAGES:
+            if SECRET.search(load.request("GET", page)[1]):
+                load.fault(f"{page} tells what was asked")
         last = held(process.pid)
-        middle = max(looks[: len(looks) // 2 + 1], key=lambda look: look["memory_mb"])  # an exchange holds two models
-        if last["descriptors"] > looks[0]["descriptors"] + 30:
-            load.fault(f"descriptors grow: {looks[0]} {last}")
-        if last["memory_mb"] > 1.1 * middle["memory_mb"] + 50:
-            load.fault(f"memory grows: {middle} {last}")
+        quarter = max(1, len(looks) // 4)
+        early, late = median(looks[quarter : 2 * quarter] or looks), median(looks[-quarter:])
+        for told in secrets[:3]:
+            load.fault(f"the log tells what was asked: {told!r}")
+        if late["memory_mb"] > 1.1 * early["memory_mb"] + 50:
+            load.fault(f"memory grows: {early} {late}")
+        if max(last["descriptors"] - early["descriptors"], late["descriptors"] - early["descriptors"]) > 30:
+            load.fault(f"descriptors grow: {early} {late} {last}")
+        if late["threads"] > early["threads"] + 50:
+            load.fault(f"threads grow: {early} {late}")
+        refused = sorted(load.refused)
         return {
             "seconds": seconds,
-            "counts": dict(load.counts),
-            "held": [looks[0], middle, last],
+            "tried": dict(load.counts),
+            "did not hold": dict(load.failed),
+            "refusals": len(refused),
+            "refusal_ms": {p: round(1e3 * refused[int(p / 100 * (len(refused) - 1))], 1) for p in (50, 99) if refused},
+            "all_left_seconds": round(freed, 2),
+            "held": {"early": early, "late": late, "last": last},
             "faults": load.faults,
         }
     finally:
         process.terminate()
         process.wait(120)
-        shutil.rmtree(config.parent)
+        shutil.rmtree(folder)
 
 
 def main() -> None:

@@ -16,5 +16,5 @@ from soak import soak
 def test_half_a_minute_of_everything(smollm2_path: Path) -> None:
     found = soak(str(smollm2_path), 30, clients=6, threads=1)
     assert found["faults"] == []
-    assert found["counts"]["exchanged"] >= 2
-    assert sum(found["counts"].values()) > 6 * 10
+    assert found["tried"]["exchange"] and found["tried"]["exchange refused"]
+    assert sum(found["tried"].values()) > 6 * 10
