@@ -147,7 +147,8 @@ class Quantizer:
         assert self.out is not None
         check_target(self.out, [*self.source.files, *self.settings.files])
         self.measuring.check()
-        self.measuring.foretell(self._types)
+        if not self.settings.resume:  # much of it may be done
+            self.measuring.foretell(self._types)
         try:
             with self._resources:
                 report = self._run(self.out)
@@ -161,7 +162,7 @@ class Quantizer:
                     f"or delete {self.out}.work."
                 ) from error
             raise
-        if not self.settings.resume:  # which may have found much of it done
+        if not self.settings.resume:
             self.measuring.forecast.end()
         self._forget()
         work_folder.remove_left(self.out)

@@ -65,6 +65,8 @@ def command(source: str, output_file: Path | None, png: Path | None, as_json: bo
     if path.suffix == ".json" and path.is_file():
         found = Sensitivity.load(path)
     else:
+        if not output_file and not as_json:
+            click.echo("note: with -o FILE.json the figures are kept for `edgert quantize --sensitivity`.", err=True)
         found = measured(path if path.exists() else model_path(source), **flags)
     if output_file:
         found.save(output_file)
