@@ -135,6 +135,7 @@ class Reply:
                     memory of the cache is used up), "cancelled", "timeout" (the request's time is used up)
     tokens:         the tokens chosen, the end token left out
     seed:           the seed in use; given again with the same request it gives the same text
+    logprobs:       of the tokens whose text is shown: not of a stop string's
     """
 
     text: str

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 import pytest
-from fake import END_OF_TURN, fake_model, says
+from fake import END_OF_TURN, FakeBackend, FakeDecoder, FakeTokenizer, fake_model, says
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgert.model import Model
+from edgert.options import SamplingParams
 from edgert.stopping import StopStrings
 
 
@@ -49,6 +52,46 @@ def test_stop_string_over_several_tokens_is_never_sent() -> None:
         assert [c.text for c in chunks if "t" in c.text] == []
         assert chunks[-1].finish_reason == "stop"
         assert [c.finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+
+
+@pytest.mark.parametrize(
+    "stop, text, spelled",
+    [
+        ("two three", "one ", "one "),
+        ("ne t", "o", "o"),
+        ("o", "", ""),
+        ("fourth", "one two three four🙂", "one two three four🙂"),
+        ("🙂", "one two three four", "one two three four"),
+        ("r🙂", "one two three fou", "one two three fou"),
+    ],
+)
+def test_logprobs_spell_what_is_shown(stop: str, text: str, spelled: str) -> None:
+    with fake_model(says("one two three four🙂")) as model:
+        reply = model.generate("\n", stop=stop, logprobs=True)
+        assert reply.text == text
+        assert bytes(score.token for score in reply.logprobs).decode() == spelled
+        shown, told = "", b""
+        for chunk in model.generate("\n", True, stop=stop, logprobs=True):
+            shown, told = shown + chunk.text, told + bytes(score.token for score in chunk.logprobs)
+            assert len(told.decode("utf-8", "ignore")) <= len(shown)
+        assert told.decode() == shown == text
+
+
+def test_a_token_that_is_shown_in_part_is_told() -> None:
+    """Tokens of several characters, the stop string in the middle of one."""
+
+    class Words(FakeTokenizer):
+        def piece(self, token: int) -> bytes:
+            return b"hello " if token == ord("h") else super().piece(token)
+
+        def stream_decoder(self, *, special: Collection[int] = ()) -> FakeDecoder:
+            return FakeDecoder(self, special)
+
+    backend: Any = FakeBackend(says("ahbh"))
+    with Model(backend, Words(), None, SamplingParams(temperature=0)) as model:  # type: ignore[arg-type]
+        for stop, text, tokens in (("llo b", "ahe", "ah"), ("hello b", "a", "a"), ("b", "ahello ", "ah")):
+            reply = model.generate("\n", stop=stop, logprobs=True)
+            assert (reply.text, "".join(chr(score.token) for score in reply.logprobs)) == (text, tokens)
 
 
 def test_a_long_stop_that_never_comes_delays_nothing() -> None:

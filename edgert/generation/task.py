@@ -217,7 +217,8 @@ class Generation(Task):
         self.whole = False  # nobody wants pieces: all text comes at the end, and nobody wakes before
         self._text = ""  # since the last chunk, as the next two
         self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
+        self._scores: deque[tuple[int, int, TokenLogprob]] = deque()  # not told yet, with where their text is
+        self._decoded = self._shown = 0  # characters, with and without what a stop string holds back
         self._started = self._prompt_end = self._last = perf_counter()
 
     def begin(self) -> None:
@@ -329,9 +330,12 @@ class Generation(Task):
             self._finish("stop")
             return
         self._tokens.append(token)
+        piece = self._decoder.push(token)
         if self.options.logprobs and row is not None:
-            self._logprobs.append(TokenLogprob(token, *logprobs(row, token, self.options.top_logprobs)))
-        text, stopped = self._stops.push(self._decoder.push(token))
+            score = TokenLogprob(token, *logprobs(row, token, self.options.top_logprobs))
+            self._scores.append((self._decoded, self._decoded + max(1, len(piece)), score))
+        self._decoded += len(piece)
+        text, stopped = self._stops.push(piece)
         if stopped:
             self._finish("stop", text, complete=True)
         elif self._constraint and self._constraint.complete:
@@ -343,19 +347,39 @@ class Generation(Task):
             slot.n_tokens += 1
             self._text += text
 
-    def _emit(self, text: str, reason: FinishReason | None = None, stats: Stats | None = None) -> None:
-        chunk = Chunk(self._text + text, self._tokens, reason, stats, self._logprobs)
-        self._text, self._tokens, self._logprobs = "", [], []
+    def _emit(
+        self, text: str, reason: FinishReason | None = None, stats: Stats | None = None, *, cut: bool = False
+    ) -> None:
+        """Leaves the text so far.
+
+        cut:  a stop string has ended it, and what stands behind is not part of the reply
+        """
+        text = self._text + text
+        self._shown += len(text)
+        chunk = Chunk(text, self._tokens, reason, stats, self._told(reason is not None, cut))
+        self._text, self._tokens = "", []
         self.put(chunk)
+
+    def _told(self, ended: bool, cut: bool) -> list[TokenLogprob]:
+        """The scores of tokens whose text is shown: with logprobs a reply is spelled, no more and no less."""
+        found: list[TokenLogprob] = []
+        while self._scores:
+            begin, end, score = self._scores[0]
+            if end > self._shown and not (begin < self._shown if cut else ended):
+                break
+            self._scores.popleft()
+            found.append(score)
+        return found
 
     def _finish(self, reason: FinishReason, text: str = "", *, complete: bool = False) -> None:
         if not complete:
             tail, stopped = self._stops.push(self._decoder.flush())
             text += tail if stopped else tail + self._stops.flush()
+            complete = stopped
             reason = "stop" if stopped else reason
         self.done = True
         self.outcome = {"cancelled": "cancelled", "timeout": "timed out"}.get(reason, "finished")  # type: ignore[assignment]
-        self._emit(text, reason, self._stats())
+        self._emit(text, reason, self._stats(), cut=complete)
 
     def _stats(self) -> Stats:
         return Stats.of(
