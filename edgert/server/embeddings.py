@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -18,9 +17,8 @@ from edgert.model import Model, Pooling
 from edgert.server import service as services
 from edgert.server.errors import ApiError
 from edgert.server.openai import answer
-from edgert.server.requests import MAX_CHOICES, Prompt, prompts_of
+from edgert.server.requests import MAX_CHOICES, Prompt, ids_of, prompts_of
 from edgert.server.sse import in_thread, until_left
-from edgert.tokenizer.limit import at_most
 
 MOST = 2048  # texts of one request
 
@@ -91,9 +89,7 @@ async def embed(
 async def _embed(
     service: services.Service, model: Model, texts: list[str | list[int]], pooling: Pooling | None, user: str
 ) -> tuple[list[NDArray[Any]], int]:
-    encode = model.tokenizer.encode_whole
-    with at_most(model.n_ctx):
-        ids = [await asyncio.to_thread(encode, text) if isinstance(text, str) else text for text in texts]
+    ids = await ids_of(texts, model.tokenizer.encode_whole, model.n_ctx)
     reading = partial(model.embed, pooling=pooling, user=user)
     if pooling == "none":
         vectors = [await in_thread(reading, tokens) for tokens in ids]

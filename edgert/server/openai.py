@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,12 +18,11 @@ from edgert.server.body import parse, read
 from edgert.server.chatting import Chat, prepare
 from edgert.server.choosing import chosen
 from edgert.server.errors import ApiError
-from edgert.server.requests import MAX_CHOICES, ChatRequest, CompletionRequest, Generating
+from edgert.server.requests import MAX_CHOICES, ChatRequest, CompletionRequest, Generating, ids_of
 from edgert.server.shapes import ChatShape, CompletionShape, Echo, Shape
 from edgert.server.sse import DONE, EventStream, event, in_thread, until_left
 from edgert.server.tools import Toolbox
 from edgert.server.upstream import first_of
-from edgert.tokenizer.limit import at_most
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -96,8 +94,7 @@ async def _complete(request: Request, body: CompletionRequest) -> ASGIApp:
 
     async def told(model: Model) -> tuple[list[list[int]], dict[str, Any]]:
         params = await compiled(model, body.params())
-        with at_most(model.n_ctx):
-            return [await asyncio.to_thread(model.tokenize, p) if isinstance(p, str) else p for p in prompts], params
+        return await ids_of(prompts, model.tokenize, model.n_ctx), params
 
     body.model = await chosen(request, body.model, body.user, told)
     async with AsyncExitStack() as stack:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from edgert.errors import RequestError
+from edgert.errors import ContextFullError, RequestError
 from edgert.server.errors import ApiError
+from edgert.tokenizer.limit import at_most
 
 MAX_CHOICES = 128  # answers that one request may ask for
 
@@ -175,3 +178,17 @@ def prompts_of(field: str, value: Prompt) -> list[str | list[int]]:
     if any(isinstance(part, int) or part == [] for part in value):
         raise RequestError.wrong(field, "texts, or token ids, or lists of token ids", value)
     return value  # type: ignore[return-value]
+
+
+async def ids_of(prompts: Sequence[str | list[int]], encode: Callable[[str], list[int]], n_ctx: int) -> list[list[int]]:
+    """The token ids of prompts. Raises: ContextFullError for one that is longer than the context."""
+    found = []
+    with at_most(n_ctx):
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                found.append(await asyncio.to_thread(encode, prompt))
+            elif len(prompt) > n_ctx:  # millions of ids would take seconds to be looked at
+                raise ContextFullError(len(prompt), n_ctx)
+            else:
+                found.append(prompt)
+    return found

@@ -68,6 +68,14 @@ def test_tens_of_megabytes_are_refused_by_their_length(tiny: Server, monkeypatch
         assert tiny.fails(PLAIN, prompt=text[:50_000])["code"] == "context_length_exceeded"
 
 
+def test_more_ids_than_the_context_has_places_are_not_looked_at(tiny: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny.model(), "_checked", None)
+    for path, field in ((PLAIN, "prompt"), ("/v1/embeddings", "input"), ("/embeddings", "input")):
+        for value in ([7] * 600, [[7] * 600]):
+            error = tiny.fails(path, **{field: value})
+            assert (error["param"], error["n_prompt_tokens"], error["n_ctx"]) == (field, 600, 512)
+
+
 def test_more_messages_than_the_context_has_places(server: Server) -> None:
     many = HI * 100_000
     for path, body in ((CHAT, {"stream": True}), ("/api/chat", {"model": "fake"})):
