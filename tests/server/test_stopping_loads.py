@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -209,3 +210,18 @@ def test_kernels_are_compiled(
     wait_for(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in compilers))
     left = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
     assert left <= {".lock", ".o", ".json"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_at_any_moment_of_a_load(number: signal.Signals, smollm2_path: Path) -> None:
+    for tenths in range(0, 30, 5):
+        command = ["-m", "edgert", "serve", "-m", str(smollm2_path), "--port", "0"]
+        with program(*command, until=LISTENS) as (process, lines):
+            time.sleep(tenths / 10)
+            process.send_signal(number)
+        assert process.returncode == (130 if number == signal.SIGINT else -number)
+        said = "".join(lines)
+        assert "Traceback" not in said
+        assert "rror" not in said
