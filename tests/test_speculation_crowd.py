@@ -151,6 +151,26 @@ def test_another_number_of_requests_begins_with_what_is_known() -> None:
     assert share_of_guessing(crowd.ways(8), 0.6, 200) < 0.1
     share_of_guessing(crowd.ways(3), 1.6, 4000)
     assert share_of_guessing(crowd.ways(2), 1.6, 200) > 0.9
+    for doubtful in (crowd.ways(4), crowd.ways(3, True)):  # where they may pay less they are first tried
+        assert not doubtful.guessing and 0.7 < share_of_guessing(doubtful, 1.6, 200) < 0.9
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("apart", [12, 60])
+def test_ups_and_downs_of_the_machine_do_not_make_guesses_cheap(n: int, apart: int) -> None:
+    """Three steps with guesses again and again, on a machine that others keep busy for a while, again and again."""
+    true = [3.4, 3.45, 3.5, 3.55, 3.6, 3.8, 4.4, 4.9, *(9.1 + 0.03 * i for i in range(16))]
+    for seed in range(10):
+        costs, ratios = Crowd(Speculator(64, 8, Costs(true))).costs(n), list[float]()
+        draw, slow, left = random.Random(seed), 1.0, 0
+        for step in range(3000):
+            if not left:
+                slow, left = draw.choice([1, 1, 1, 1.5, 3]), draw.randrange(5, 60)
+            left -= 1
+            rows = draw.choice([9, 10, 12]) if step % apart < 3 else n
+            costs.learn(1 + rows - n, slow * true[rows - 1] * draw.uniform(0.95, 1.3))
+            ratios.append(costs[1 + 10 - n] / costs[1] / (true[9] / true[n - 1]))
+        assert sorted(ratios)[300] > 0.8 and sorted(ratios)[-300] < 1.2
 
 
 @pytest.mark.parametrize(

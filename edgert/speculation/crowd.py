@@ -37,7 +37,7 @@ class Crowd:
 
     def __init__(self, speculator: Speculator) -> None:
         self._speculator = speculator
-        self._costs: dict[int, Costs] = {}  # by the number of requests: rows of several sequences cost otherwise
+        self._costs: dict[int, Costs] = {}  # by the number of requests
         self._ways: dict[tuple[int, bool], Ways] = {}  # by that number, and whether most of them are sampled
         self._stakes: dict[tuple[int, bool, int, frozenset[int]], tuple[int, Stakes]] = {}
         self._draft_costs: dict[int, Line] = {}  # by the number of requests that it guesses for
@@ -51,10 +51,14 @@ class Crowd:
         self._owed = 0.0  # seconds in which the draft has read prompts, with a part of which each step is charged
 
     def costs(self, n: int) -> Costs:
-        """Of steps of n requests, by their rows."""
+        """Of steps of n requests: `costs[1]` without guesses, `costs[1 + m]` with m of them.
+
+        As sizes of their own, what is dear for n rows and what is dear at the moment could not be told apart: steps of
+        fewer are never seen beside them, and guesses seemed ever cheaper.
+        """
         if n not in self._costs:
             known = self._speculator.costs
-            self._costs[n] = Costs([known[i + 1] for i in range(len(known))])
+            self._costs[n] = Costs([known[rows] for rows in range(min(n, len(known)), len(known) + 1)])
         return self._costs[n]
 
     def ways(self, n: int, sampled: bool = False) -> Ways:
@@ -63,7 +67,7 @@ class Crowd:
         if key not in self._ways:
             nearest = min(self._ways, key=lambda other: (other[1] != sampled, abs(other[0] - n)), default=None)
             if nearest is not None:
-                self._ways[key] = self._ways[nearest].like()
+                self._ways[key] = self._ways[nearest].like(doubtful=n > nearest[0] or sampled > nearest[1])
             else:
                 self._ways[key] = Ways(self._promise(n, sampled) > PROMISING)
         return self._ways[key]
@@ -205,14 +209,14 @@ class Crowd:
         if model is not None:
             odds, line = speculator.draft_odds[sampled], self._draft_cost(n)
             read = n * NEAR * model.reading / SPREAD
-            seconds = [costs[i] for i in range(n, len(costs) + 1)]
+            seconds = [costs[i] for i in range(1, len(costs) + 1)]
             found = promised(seconds, odds.typical(n), odds.mean, LONGEST, lambda depth: line(depth) + read)
         self._prospects[key] = self._n_rounds, found
         return found
 
     def _pace(self, n: int) -> float:
         """Tokens a second that n requests make without guesses."""
-        return max(n / self.costs(n)[n], self.ways(n, self._sampled).rate(False))
+        return max(n / self.costs(n)[1], self.ways(n, self._sampled).rate(False))
 
     def _best(self, chances: Sequence[Sequence[float]], room: int) -> list[int]:
         """How many guesses of each request are checked: of all the likeliest, as many as pay together."""
@@ -229,7 +233,7 @@ class Crowd:
         count, best, gain = 0, 0.0, 0.0
         for m, (likely, _) in enumerate(each[:room], 1):
             gain += likely
-            net = gain - pace * (costs[n + m] - costs[n])
+            net = gain - pace * (costs[1 + m] - costs[1])
             if net > best:
                 count, best = m, net
         taken = Counter(i for _, i in each[:count])
@@ -245,7 +249,7 @@ class Crowd:
                 self._stakes.clear()
             speculator, costs, pace = self._speculator, self.costs(n), self._pace(n)
             odds = speculator.draft_odds[sampled]
-            row = min((costs[n + m] - costs[n]) / m for m in range(1, max(2, len(costs) - n)))
+            row = min((costs[1 + m] - costs[1]) / m for m in range(1, max(2, len(costs))))
             floor = 0.0 if speculator.least else pace * (self._draft_cost(n).step / n + row) / max(odds.mean, 0.1)
             floors = np.full(most + 1, floor)
             nothing = np.zeros(most + 1)
@@ -259,7 +263,7 @@ class Crowd:
         """Takes in a step that has ended: how long it took, and what was accepted."""
         seconds, n, guessed = perf_counter() - self._began, len(tasks), sum(counts)
         speculator, costs, ways = self._speculator, self.costs(n), self.ways(n, self._sampled)
-        costs.learn(n + guessed, seconds - self._spent)
+        costs.learn(1 + guessed, seconds - self._spent)
         if not self._asked:
             self._idle = Ways.UNWATCHED
             if self._able:
@@ -267,7 +271,7 @@ class Crowd:
                 self._idle = ways.rest()
             self._n_rounds += self._idle
             return
-        share, pace = (costs[n + guessed] - costs[n]) / guessed if guessed else 0.0, self._pace(n)
+        share, pace = (costs[1 + guessed] - costs[1]) / guessed if guessed else 0.0, self._pace(n)
         made = n
         for task, count in zip(tasks, counts, strict=True):
             request, right = speculator.request_of(task), task.n_accepted

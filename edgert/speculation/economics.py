@@ -27,6 +27,9 @@ class Costs:
 
     ENOUGH = 50  # steps of a size after which more say nothing new
     TOO_DEAR = -0.5  # the logarithm of what was seen to what was believed, from which on that is no chance
+    HELD_UP = 1.3  # times the level of steps that nothing holds up: above it a quick one says that this has ended
+    FADING = 1.003  # by which that level grows with each step
+    SIGHT = 32  # steps for which it is known
     LATELY = 3  # steps of a size of which the middle one counts: a single one that was held up says nothing
 
     def __init__(self, seconds: Sequence[float], seen: float = 2.0, change: float = 0.0) -> None:
@@ -36,6 +39,8 @@ class Costs:
         self._seen = [seen] * len(seconds)
         self._late: list[list[float]] = [[] for _ in seconds]
         self._n_steps = seen
+        # By steps of one row, which say it best: the level while nothing holds them up, and steps since the latest one.
+        self._least, self._blind = seconds[0], self.SIGHT
 
     @classmethod
     def measure(cls, backend: Backend, n_most: int, budget: float = 0.04) -> Costs:
@@ -91,6 +96,14 @@ class Costs:
         error = math.log(sorted(late)[(len(late) - 1) // 2] / shape[n - 1])
         error = min(max(error, -3.0), 1.0)
         self._n_steps += 1
+        self._least *= self.FADING
+        self._blind += 1
+        if n == 1:
+            self._least, self._blind = min(self._least, seconds), 0
+        elif error < self.TOO_DEAR and self._blind < self.SIGHT and self._level > self.HELD_UP * self._least:
+            late.pop()
+            self._level *= math.exp(0.2 * error)
+            return
         seen = self._seen[n - 1] = min(self._seen[n - 1] + 1, self.ENOUGH)
         share, trust = 0.0, 1.0
         if n > 1:

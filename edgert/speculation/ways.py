@@ -25,6 +25,7 @@ class Ways:
     WATCHED = 16  # plain steps before a trial that are learned from; most of those before are not even timed
     UNWATCHED = 32  # of these at once
     BUDGET = 0.005  # of all seconds, what trials may lose
+    CREDIT = 0.1  # seconds that they may lose before
 
     def __init__(self, guessing: bool = False, pause: int = FIRST) -> None:
         self.guessing = guessing
@@ -39,12 +40,14 @@ class Ways:
         self._latest = 0.0  # seconds of the latest step
         self._read = 0.0  # seconds in which drafts have read what they had missed for the present one
 
-    def like(self) -> Ways:
-        """What is believed of another number of requests.
+    def like(self, doubtful: bool = False) -> Ways:
+        """What is believed of other requests.
 
         That guesses pay there is soon tried, as every step loses if it is wrong; that they do not, as seldom as here.
+
+        doubtful:  guesses may pay less there, and are made once a trial has shown that they pay
         """
-        other = Ways(self.guessing, self.FIRST if self.guessing else self._pause)
+        other = Ways(self.guessing and not doubtful, self.FIRST if self.guessing else self._pause)
         other._wait = 0 if self.guessing else self._pause
         return other
 
@@ -72,7 +75,7 @@ class Ways:
     @property
     def _affordable(self) -> bool:
         """Whether another trial is within the budget, by what the one before has lost."""
-        return self._lost + self._price <= self.BUDGET * self._spent
+        return self._lost + self._price <= self.CREDIT + self.BUDGET * self._spent
 
     def learn(self, tokens: int, seconds: float, read: float = 0.0) -> None:
         """Takes in a step, which went as `now` said.
