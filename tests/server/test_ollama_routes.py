@@ -194,6 +194,19 @@ def test_litellm(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         json.loads(litellm.completion(messages=HI, response_format=form, **where).choices[0].message.content)["n"] == 1
     )
+    several = litellm.completion(messages=HI, n=2, stop=["two"], seed=3, logprobs=True, top_logprobs=2, **where)
+    assert [choice.message.content for choice in several.choices] == [ANSWER[: ANSWER.index("two")]] * 2
+    assert len(several.choices[0].logprobs.content[0].top_logprobs) == 2
+    tool = {
+        "type": "function",
+        "function": {"name": "now", "parameters": {"type": "object", "additionalProperties": False}},
+    }
+    called = litellm.completion(
+        messages=HI, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=400, **where
+    )
+    assert {call.function.name for call in called.choices[0].message.tool_calls} == {"now"}
+    plain = litellm.text_completion(prompt="x\n", max_tokens=5, **where | {"model": "text-completion-openai/fake"})
+    assert plain.choices[0].text == ANSWER[:5]
     with pytest.raises(litellm.BadRequestError):
         litellm.completion(messages=HI, temperature=-1, num_retries=0, **where)
     native = litellm.completion(messages=HI, model="ollama_chat/fake", api_base=server.url)
