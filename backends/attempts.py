@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 from edgert import ending
 from edgert.devices import probe
-from edgert.devices.notes import Notes
 from edgert.errors import BackendUnavailableError
+from edgert.notes import Notes
 
 FATAL = "the process that tried it last ended in the middle of it: test it in a process of its own with `edgert doctor`"
 

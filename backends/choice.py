@@ -24,8 +24,8 @@ from edgert import backends, ending
 from edgert.backends import attempts
 from edgert.backends.base import Backend, Batch, Trial
 from edgert.devices import accelerators
-from edgert.devices.notes import Notes
 from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, RequestError, UnsupportedFormatError
+from edgert.notes import Notes
 
 if TYPE_CHECKING:
     from edgert.quantize.gguf_file import GGUFFile

@@ -30,8 +30,8 @@ from edgert.backends import choice
 from edgert.backends.base import Backend
 from edgert.backends.clock import Clock
 from edgert.devices import probe
-from edgert.devices.notes import Notes
 from edgert.errors import BackendUnavailableError, EdgertError
+from edgert.notes import Notes
 from edgert.quantize.architecture import describe
 from edgert.quantize.gguf_file import GGUFFile
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from edgert.devices.notes import Notes
+from edgert.notes import Notes
 from edgert.quantize.progress import EXPECTED, OnProgress
 
 # Seconds of a thread for a unit of work (a weight, a weight times a token that it is multiplied by, a kernel): those of

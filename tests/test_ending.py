@@ -20,8 +20,8 @@ from fake import PATIENCE, wait_for
 from edgert import backends, ending, files
 from edgert.backends import attempts
 from edgert.backends.cpu import compiler, copies, isa, weights
-from edgert.devices.notes import Notes
 from edgert.ending import Stop, Stopped
+from edgert.notes import Notes
 
 KERNELS = ["angles", "walk.role=post", "walk.role=lead", "walk.role=worker"]
 

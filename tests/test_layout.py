@@ -25,7 +25,7 @@ DOORS: dict[str, str | tuple[str, ...]] = {
     "onnxruntime": "backends/onnx/",
     "gguf": "quantize/",
 }
-FREE = ("edgert.errors", "edgert.folders")  # which import no other part
+FREE = tuple(f"edgert.{name}" for name in ("ending", "errors", "files", "folders", "notes"))  # import no other part
 MAY_IMPORT = {
     "edgert": {"edgert", "quantize", "backends", "devices"},
     "backends": {"backends", "quantize", "devices"},

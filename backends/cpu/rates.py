@@ -21,7 +21,7 @@ from edgert.backends.clock import Clock
 from edgert.backends.cpu.footprint import Footprint, footprint
 from edgert.backends.cpu.isa import select
 from edgert.devices import probe
-from edgert.devices.notes import Notes
+from edgert.notes import Notes
 from edgert.quantize.architecture import Architecture, is_matrix
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edgert import ending
-from edgert.devices.notes import Notes
+from edgert.notes import Notes
 
 log = logging.getLogger(__name__)
 

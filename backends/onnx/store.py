@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from edgert.backends.onnx import weights
 from edgert.backends.onnx.style import Style
 from edgert.backends.onnx.weights import Weights
-from edgert.devices.notes import Notes
 from edgert.errors import DoesNotFitError
 from edgert.folders import cache_root
+from edgert.notes import Notes
 from edgert.quantize.architecture import Architecture
 from edgert.quantize.gguf_file import GGUFFile
 

@@ -13,7 +13,7 @@ from edgert.quantize.progress import EXPECTED
 
 def test_a_forecast_learns_from_what_was_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """First by what is usual, then by what this machine took, compiling left out."""
-    monkeypatch.setattr("edgert.devices.notes.cache_root", lambda: tmp_path)
+    monkeypatch.setattr("edgert.notes.cache_root", lambda: tmp_path)
     now, heard = 0.0, []
     monkeypatch.setattr(forecast, "time", SimpleNamespace(monotonic=lambda: now))
     work = {"calibrating": 1e12, "quantizing plainly": 1e8}
@@ -31,7 +31,7 @@ def test_a_forecast_learns_from_what_was_done(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_what_takes_little_teaches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("edgert.devices.notes.cache_root", lambda: tmp_path)
+    monkeypatch.setattr("edgert.notes.cache_root", lambda: tmp_path)
     one = forecast.Forecast(lambda *_: None, 1)
     one.begin({"comparing": 1e3})
     one("comparing", "", 0, 1)

@@ -17,7 +17,7 @@ from edgert.backends.base import Backend
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Notes and a clock of this test alone; kernels where all tests have them."""
-    monkeypatch.setattr("edgert.devices.notes.cache_root", lambda: tmp_path / "notes")
+    monkeypatch.setattr("edgert.notes.cache_root", lambda: tmp_path / "notes")
     monkeypatch.setattr(choice, "time", Clock())
 
 

@@ -18,8 +18,8 @@ from twins import KINDS, Twin, door, failing, load, machine
 import edgert
 from edgert import backends
 from edgert.backends import choice
-from edgert.devices.notes import Notes
 from edgert.errors import BackendUnavailableError, RequestError
+from edgert.notes import Notes
 from edgert.quantize.gguf_file import GGUFFile
 
 # Nothing but the cpu backend can win

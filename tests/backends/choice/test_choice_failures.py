@@ -14,8 +14,8 @@ from twins import KINDS, door, failing, load, machine
 import edgert
 from edgert.backends import choice
 from edgert.backends.choice import Wish
-from edgert.devices.notes import Notes
 from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError, UnsupportedFormatError
+from edgert.notes import Notes
 from edgert.quantize.gguf_file import GGUFFile
 
 FAILURES: dict[str, tuple[BaseException | dict[str, Any], str]] = {

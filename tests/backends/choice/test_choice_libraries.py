@@ -17,8 +17,8 @@ from edgert import backends
 from edgert.backends import choice, survey
 from edgert.backends.base import Verdict
 from edgert.devices import accelerators
-from edgert.devices.notes import Notes
 from edgert.errors import BackendUnavailableError, DoesNotFitError, EdgertError
+from edgert.notes import Notes
 
 
 def has(package: str) -> bool:

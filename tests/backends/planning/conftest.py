@@ -13,7 +13,7 @@ from edgert.devices import probe
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("edgert.devices.notes.cache_root", lambda: tmp_path / "notes")
+    monkeypatch.setattr("edgert.notes.cache_root", lambda: tmp_path / "notes")
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from edgert.backends.base import Batch
 from edgert.backends.cpu.footprint import footprint
 from edgert.backends.planning import Request
 from edgert.devices import accelerators, gpus
-from edgert.devices.notes import Notes
 from edgert.errors import DoesNotFitError
+from edgert.notes import Notes
 from edgert.quantize.architecture import describe
 from edgert.quantize.gguf_file import GGUFFile
 

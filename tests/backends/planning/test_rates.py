@@ -18,7 +18,7 @@ from edgert.backends.clock import Clock
 from edgert.backends.cpu import rates
 from edgert.backends.cpu.footprint import footprint
 from edgert.backends.cpu.rates import Rates, Work
-from edgert.devices.notes import Notes
+from edgert.notes import Notes
 from edgert.quantize.architecture import describe
 from edgert.quantize.gguf_file import GGUFFile
 

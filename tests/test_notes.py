@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from edgert.devices import accelerators, notes
-from edgert.devices.notes import Notes
+from edgert import notes
+from edgert.notes import Notes
 
 
 @pytest.fixture
@@ -51,21 +51,3 @@ def test_a_folder_that_cannot_be_written_loses_nothing_else(monkeypatch: pytest.
     monkeypatch.setenv("EDGERT_CACHE", str(tmp_path / "file"))
     Notes("facts").put("a", 1)
     assert Notes("facts").get("a") is None
-
-
-@pytest.mark.parametrize(
-    ("files", "found"),
-    [
-        ([], set()),
-        (["dev/nvidia0"], {"gpu"}),
-        (["proc/driver/nvidia/version"], {"gpu"}),
-        (["dev/dxg"], {"gpu"}),
-        (["dev/accel/accel0"], {"npu"}),
-        (["dev/nvidiactl", "dev/accel/accel1"], {"gpu", "npu"}),
-    ],
-)
-def test_signs_of_accelerators(tmp_path: Path, files: list[str], found: set[str]) -> None:
-    for name in files:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    assert accelerators.present(tmp_path) == found
