@@ -75,7 +75,7 @@ class Crowd:
     @property
     def idle(self) -> bool:
         """Whether nothing is guessed in the step that begins, which then need not be proposed for nor learned: between
-        steps all that is touched comes from memory, and for some requests that was a thirtieth of a step."""
+        steps all that is touched comes from memory, and for some requests that was up to a thirtieth of a step."""
         if not self._idle:
             return False
         self._idle -= 1

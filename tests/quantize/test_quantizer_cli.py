@@ -367,7 +367,8 @@ def test_a_budget_that_is_none_is_told_by_its_flag(
 ):
     source, out = tiny_model("llama", quant=Type.BF16), tmp_path / "out.gguf"
     assert cli.call(["quantize", str(source), "-o", str(out), flag, value]) == 2
-    assert f"Error: {flag} is " in capsys.readouterr().err
+    told, shown = capsys.readouterr().err, value if flag == "--bpw" else repr(value)
+    assert f"Error: {flag} must be " in told and told.endswith(f", not {shown}.\n")
     assert not out.exists()
 
 
