@@ -14,6 +14,7 @@ something did not hold.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import http.client
 import json
 import os
@@ -53,8 +54,13 @@ HOSTILE: list[dict[str, Any]] = [
     {"json_schema": {"type": "string", "pattern": "("}},
 ]
 PAGES = ("/metrics", "/health", "/v1/models", "/props", "/api/ps", "/api/tags", "/openapi.json", "/")
-SECRET = re.compile(rb"zq\d+x")
+SECRET = re.compile(rb"zq[0-9a-f]{8}x")
 MOST_BODY = 1_000_000  # bytes that the server takes
+
+
+def secret_of(number: int) -> str:
+    """A client's word: a model that goes on from another's, as by counting, does not come upon it."""
+    return f"zq{hashlib.sha256(b'%d' % number).hexdigest()[:8]}x"
 
 
 class Load:
@@ -179,14 +185,14 @@ class Load:
             self.fault(f"stream {topic}: {last} {reasons} {roles} {texts}")
 
     def secret(self, draw: random.Random, number: int) -> None:
-        word = f"zq{number}x"
+        word = secret_of(number)
         content = f"The code is {word}. Repeat the code."
         status, answer = self.post(
             "/v1/chat/completions", messages=[{"role": "user", "content": content}], max_tokens=20, user=word
         )
         if self.checked(status, answer):
             text = answer["choices"][0]["message"]["content"]
-            if any(f"zq{other}x" in text for other in range(100) if other != number):
+            if any(secret_of(other) in text for other in range(100) if other != number):
                 self.fault(f"client {number} got {text!r}")
 
     def leave(self, draw: random.Random, number: int) -> None:
