@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -21,9 +20,9 @@ from edgert.errors import DoesNotFitError, EdgertError
 from edgert.model import Model
 from edgert.options import SamplingParams
 from edgert.reply import Reply
-from edgert.speculation import Speculator, economics, tuning
+from edgert.speculation import Speculator, tuning
 from edgert.speculation.draft_model import REACH, DraftModel
-from edgert.speculation.economics import Costs, Line, Odds, Source
+from edgert.speculation.economics import Costs, Line
 from edgert.speculation.ngram import NgramMemory
 
 Logits = Callable[[list[int]], NDArray[np.float32]]
@@ -547,51 +546,6 @@ def test_a_text_that_gives_nothing_to_guess_is_left_alone() -> None:
         asked.clear()
         model.generate("xyz", seed=2, max_tokens=5, **noise)
         assert len(asked) >= 3
-
-
-def test_costs_are_measured_and_nothing_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-
-    class Slow(FakeBackend):
-        def forward(self, batch: Batch) -> NDArray[np.float32]:
-            nonlocal now
-            now += 0.001 * len(batch)
-            return super().forward(batch)
-
-    monkeypatch.setattr(economics, "perf_counter", lambda: now)
-    backend = Slow()
-    costs = Costs.measure(backend, 12)
-    assert backend.length(0) == 0 and len(costs) == 12
-    assert 2.0 < costs[4] / costs[1] < 6.0
-    assert all(costs[n] <= costs[n + 1] for n in range(1, 12))
-
-
-def test_odds_move_from_what_is_believed_to_what_is_seen() -> None:
-    odds = Odds([0.2, 0.9])
-    assert odds[0] == pytest.approx(0.2)
-    for i in range(400):
-        odds.learn(0, i % 4 != 0)
-    assert odds[0] == pytest.approx(0.75, abs=0.05)
-    assert odds[1] == pytest.approx(0.9)
-
-
-def test_a_source_that_does_not_pay_pauses_longer_each_time() -> None:
-    source, tries = Source(0.5, 0.1), []
-    for step in range(3000):
-        if source.ready:
-            tries.append(step)
-            source.learn(0, 0.2, 1.0)
-        else:
-            source.rest()
-    gaps = [b - a for a, b in itertools.pairwise(tries) if b - a > 1]
-    assert gaps == sorted(gaps) and len(set(gaps)) >= 3
-    assert len(tries) < 40
-    for _ in range(2000):
-        if source.ready:
-            source.learn(2, 0.2, 1.0)
-        else:
-            source.rest()
-    assert source.net(1.0) > 1.5
 
 
 def test_a_draft_that_breaks_does_not_break_the_reply() -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import threading
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fake import PATIENCE
+from program import program
 
 
 def chat(url: str, **fields: object) -> dict[str, object]:
@@ -35,17 +34,9 @@ def test_from_its_start_to_its_end(tiny_model: Callable[..., Path], tmp_path: Pa
         + "".join(f"[models.{name}]\nmodel = {json.dumps(str(path))}\n" for name, path in paths.items())
         + "ctx-size = 300\n"
     )
-    command = [sys.executable, "-m", "edgert", "serve", "--config", str(config), "--verbose"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"EDGERT_QUEUE": "3"})
-    assert process.stderr
-    watchdog = threading.Timer(2 * PATIENCE, process.kill)
-    watchdog.start()
-    lines: list[str] = []
-    try:
-        for line in process.stderr:
-            lines.append(line)
-            if " is ready: " in line:
-                break
+    command = ["-m", "edgert", "serve", "--config", str(config), "--verbose"]
+    with program(*command, until=" is ready: ", EDGERT_QUEUE="3") as (process, lines):
+        assert process.stderr
         url = next(line.split()[-1] for line in lines if line.startswith("listening on "))
         assert chat(url)["model"] == "a"
         assert chat(url, model="b")["model"] == "b"
@@ -62,11 +53,6 @@ def test_from_its_start_to_its_end(tiny_model: Callable[..., Path], tmp_path: Pa
         assert "Traceback" not in text
         assert "POST /v1/chat/completions 200" in text
         assert '"Hi"' not in text
-    finally:
-        watchdog.cancel()
-        process.kill()
-        process.wait()
-        process.stderr.close()
 
 
 def test_a_port_that_is_taken(tiny_model: Callable[..., Path]) -> None:
